@@ -196,7 +196,6 @@ def diagnostic_metrics(sums: Tensor) -> Metrics:
 
 
 def _summed(row_T: Tensor, rows: int, columns: tuple[Tensor, ...]) -> Tensor:
-    """Sums of the columns over each row's tokens: [rows columns]."""
     values_TV = torch.stack(columns, dim=1)
     return values_TV.new_zeros(rows, len(columns)).index_add_(0, row_T, values_TV).flatten()
 

@@ -92,7 +92,6 @@ def range_problem(value: Any, annotation: Any) -> str | None:
 
 
 def _limits(annotation: Any) -> list[tuple[str, Callable[[Any, Any], bool], Any]]:
-    """Words, comparison and bound of each limit of an annotation."""
     metadata = getattr(annotation, "__metadata__", ())
     return [
         (*_LIMITS[type(limit)], *dataclasses.astuple(limit)) for limit in metadata if type(limit) in _LIMITS

@@ -283,7 +283,6 @@ def _thresholds(config: BoundsConfig) -> tuple[list[float], list[float]]:
 
 @functools.lru_cache(maxsize=16)
 def _edges(config: BoundsConfig) -> tuple[float, ...]:
-    """Bin edges: all thresholds, ascending; a bin contains its lower edge."""
     lows, highs = _thresholds(config)
     return (*lows, *highs)
 

@@ -85,7 +85,6 @@ def _shared_experts(config: dict[str, Any]) -> Kind:
 def _hybrid_stack(
     config: dict[str, Any], mlp_of: Callable[[dict[str, Any]], Kind] = _dense_mlp
 ) -> list[Block]:
-    """Layers with Gated DeltaNet, or gated attention in some, each with an MLP or experts."""
     count, hidden_dim = integer(config, "num_hidden_layers"), integer(config, "head_dim")
     names = {
         "key_heads": "linear_num_key_heads",
@@ -202,7 +201,6 @@ _SERVED_HYBRID = ((".self_attn.", "."), ("model.language_model.", "model."))
 
 
 def _hybrid_expert_stack(config: dict[str, Any]) -> list[Block]:
-    """Layers with Gated DeltaNet, or gated attention in some, each with experts and a shared one."""
     return _hybrid_stack(config, _shared_experts)
 
 

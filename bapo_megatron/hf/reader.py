@@ -68,7 +68,6 @@ class HfReader:
         return dequantized(part, self._view(tensor.scales), rows.start or 0, columns.start or 0)
 
     def _view(self, tensor: BlockTensor) -> Tensor:
-        """A stored tensor as a view of its file."""
         [block] = tensor.blocks
         if block.file not in self._mapped:
             size = block.file.stat().st_size
@@ -91,7 +90,6 @@ class HfReader:
             raise ConfigError(problems_of(self.folder, problems))
 
     def _unequal_copy(self, embedding: str) -> list[str]:
-        """The problem of a tied output layer that differs from the embedding."""
         shape = self.shape(embedding)
         if self.shape(OUTPUT) == shape:
             parts = (slice(row, row + _ROWS) for row in range(0, shape[0], _ROWS))

@@ -117,7 +117,6 @@ def _splits_as_its_file(tokenizer: Any, folder: Path) -> bool:
 
 
 def _rules(tokenizer: Any) -> list[Any]:
-    """Rules that turn text into tokens, of a tokenizer of the tokenizers library."""
     steps = tokenizer.normalizer, tokenizer.pre_tokenizer
     states = [
         None if step is None else json.loads(step.__getstate__(), object_hook=_by_tokens) for step in steps

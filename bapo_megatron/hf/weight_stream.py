@@ -265,7 +265,6 @@ class BackgroundCopy:
             raise self._error
 
     def _take(self, pinned: bool) -> _Chunk:
-        """Return a free buffer, or a new one below the limit."""
         if self._free.empty() and self._made < CHUNKS:
             self._made += 1
             return _Chunk(pinned)

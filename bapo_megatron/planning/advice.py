@@ -137,7 +137,6 @@ def _neighbours(job: Job) -> Iterator[Job]:
 
 
 def _with_smaller_engines(job: Job) -> Iterator[Job]:
-    """Yield the job with ever lower ``memory_fraction`` of its colocated servers."""
     sglang = job.run.rollout.sglang
     for step in range(1, int(sglang.memory_fraction / _FRACTION_STEP)):
         less = replace(sglang, memory_fraction=round(sglang.memory_fraction - step * _FRACTION_STEP, 2))
@@ -187,7 +186,6 @@ def _memory_saving(job: Job) -> Iterator[Job]:
 
 
 def _layouts(job: Job) -> Iterator[Job]:
-    """Yield every TP x PP x CP x DP x EP layout of the job on its GPUs, in each recomputation mode."""
     powers = [2**n for n in range(job.gpus.bit_length())]
     experts = sorted({job.parallel.expert, *powers}) if job.shape.experts else [job.parallel.expert]
     tensors = [n for n in powers if n <= _MOST_TENSOR]

@@ -141,7 +141,6 @@ def _count(parameters: int) -> str:
 
 
 def _bounds(job: Job) -> Iterator[str]:
-    """Yield the clipping bounds section, with a warning if a search sees too few responses."""
     seen, bounds = job.responses_per_search, job.run.algorithm.bounds
     if seen is None:
         return
@@ -174,7 +173,6 @@ def _memory(plan: JobPlan) -> Iterator[str]:
 
 
 def _colocated_memory(plan: JobPlan) -> Iterator[str]:
-    """Yield the section of GPU memory by phase (training, hand-over, sampling) with colocated servers."""
     if plan.handover is None:
         return
     free = plan.job.gpu.memory - plan.job.budget
@@ -236,7 +234,6 @@ def _recomputation(plan: JobPlan) -> Iterator[str]:
 
 
 def _shorter_packs(plan: JobPlan) -> Iterator[str]:
-    """Yield the proposal to shorten packs to the longest sequence, where that frees memory or GPUs."""
     job, plans = plan.job, shorter_packs(plan)
     if not plans:
         return

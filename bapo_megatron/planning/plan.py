@@ -237,7 +237,6 @@ def duration(seconds: float) -> str:
 
 
 def _peaks(plan: JobPlan) -> str:
-    """Return a GPU's peak GB; with colocated servers, of training and of sampling."""
     if not plan.job.colocated:
         return f"{max(stage.peak for stage in plan.stages) / GB:.1f} GB"
     sample = max(max(stage.sampling, stage.handover) for stage in plan.stages)
@@ -245,7 +244,6 @@ def _peaks(plan: JobPlan) -> str:
 
 
 def _nodes(plan: JobPlan) -> str:
-    """Return the nodes, with the setting that rollout nodes need."""
     job, engines = plan.job, plan.engines
     if job.servers_problem:  # `bapo train` alone would reject it
         return (

@@ -198,7 +198,6 @@ def evaluation_bytes(run: RunConfig, mean_response: float) -> float:
 
 
 def _problems(suite: str) -> int:
-    """Return a suite's number of problems, i.e. lines."""
     try:
         with suite_path(suite, SUITES).open("rb") as file:
             return sum(not line.isspace() for line in file)

@@ -231,7 +231,6 @@ def reference_seconds(job: Job) -> float:
 
 
 def _host_rate(job: Job) -> float:
-    """Return a GPU's copy rate to or from the host, all GPUs of a node in parallel."""
     return _LINK_EFFICIENCY * min(job.gpu.pcie, job.gpu.host_bandwidth / job.gpus_on_node)
 
 

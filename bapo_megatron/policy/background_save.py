@@ -75,7 +75,6 @@ class BackgroundSave:
             finalize()
 
     def _stage(self, buckets: list[Any]) -> Any:
-        """Return megatron's write ``buckets`` with host copies, and hold on to the copies."""
         self._staged.append(staged(buckets))
         if has_cuda():
             torch.cuda.synchronize()  # before the fork, which shares the blocks

@@ -169,7 +169,6 @@ def _named_chunks(model: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """The recipe's settings for a parameter group, such as weight decay."""
     return {name: value for name, value in group.items() if name not in ("params", "step")}
 
 

@@ -182,7 +182,6 @@ def _answer_cuda_queries() -> None:
 
 
 def _skip_lone_collectives() -> None:
-    """Patch megatron-core to skip gradient and weight collectives in one-rank groups. Idempotent."""
     from megatron.core.distributed import param_and_grad_buffer as buffer
 
     buffer.dist_reduce_scatter_func = partial(_unless_alone, torch.distributed.reduce_scatter_tensor)

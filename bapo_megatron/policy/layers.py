@@ -154,7 +154,6 @@ class GatedAttentionBuilder(AttentionBuilder):
 
 
 def _te_attention(config: TransformerConfig, longest: int) -> type:
-    """Transformer Engine's attention, or torch's where Transformer Engine has no kernel for packs."""
     attention = pack_attention()
     if not has_te_attention(config, longest):
         attention = DocumentAttention

@@ -214,7 +214,6 @@ class MegatronPolicy:
         self._schedule.step(increment=version)
 
     def _wrap(self, chunks: list[Any], dtype: torch.dtype) -> list[Any]:
-        """Wrap the model chunks in Float16Module (if bfloat16) and DistributedDataParallel."""
         if dtype == torch.bfloat16:
             chunks = [Float16Module(self._config, chunk) for chunk in chunks]
         settings = DistributedDataParallelConfig(

@@ -149,7 +149,6 @@ class _Shard:
 
 
 def _move_to_host(part: Any, config: OptimizerConfig) -> None:
-    """Move state and steps of a megatron ``DistributedOptimizer`` to the host, in place, once."""
     shards: dict[Tensor, _Shard] = {}
     owners: list[tuple[_Shard, Any]] = []
     groups = zip(
@@ -175,7 +174,6 @@ def _move_to_host(part: Any, config: OptimizerConfig) -> None:
 
 
 def _shard_of(part: Any, parameter: Tensor, master: Tensor) -> _Shard:
-    """The host shard of a parameter, from its device master weights ``master``."""
     place = part._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
     buffer, _, bucket = part.model_param_gbuf_map[parameter]
     weights = part.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
@@ -274,7 +272,6 @@ class _Copies:
             torch.cuda.current_stream(self._device).wait_stream(self._streams["send"])
 
     def _views(self, way: str, bucket: int) -> Iterator[tuple[_Shard, Tensor]]:
-        """Each shard of a bucket with its view of the buffer."""
         shards = self.buckets[bucket]
         dtype = torch.float32 if way == "fetch" else shards[0].weights.dtype
         key = (way, bucket % 2, dtype)
@@ -298,7 +295,6 @@ class _Copies:
             self._done[way, bucket % 2] = stream.record_event()
 
     def _wait(self, way: str, bucket: int) -> None:
-        """Wait for the last copy through a bucket's buffer."""
         if event := self._done.pop((way, bucket % 2), None):
             event.synchronize()
 

@@ -117,7 +117,6 @@ def shards_of_parameters(model_state: dict[str, Any]) -> dict[torch.nn.Parameter
 
 
 def _load_buffers(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
-    """Yield empty CPU tensors for the whole states of each parameter with a piece on this rank."""
     rank = optimizer.data_parallel_group.rank()
     for placement in placements(optimizer):
         if placement.of(rank):

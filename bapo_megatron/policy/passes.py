@@ -193,7 +193,6 @@ class Passes:
         return step
 
     def _hidden(self, part: _Part, model: Any, counters: RouterCounters | None) -> Tensor:
-        """Run a model chunk; return its output, [tokens, 1, hidden]."""
         is_half = isinstance(model.module, Float16Module)
         extra = {"fp32_output": False} if is_half else {}
         chunk: PolicyModel = model.module.module if is_half else model.module

@@ -125,7 +125,6 @@ def _frequencies(rotary: Rotary, device: torch.device) -> Tensor:
 
 
 def _scaled(frequency_F: Tensor, factor: float) -> Tensor:
-    """Frequencies with Llama 3's scaling for a longer context."""
     wavelength_F = 2 * math.pi / frequency_F
     low_F = torch.where(wavelength_F > _TRAINED_POSITIONS, frequency_F / factor, frequency_F)
     smooth_F = (_TRAINED_POSITIONS / wavelength_F - 1) / (_HIGH_FREQUENCY - 1)

@@ -173,7 +173,6 @@ def _torch_entry(tensor: GlobalTensor) -> TensorStorageMetadata:
 
 
 def _elements(stored: StoredTensor) -> Tensor:
-    """Read a stored tensor's elements from its file."""
     elements = torch.empty(prod(stored.shape), dtype=_DTYPES[stored.dtype])
     with stored.file.open("rb") as file:
         file.seek(stored.position)
@@ -183,7 +182,6 @@ def _elements(stored: StoredTensor) -> Tensor:
 
 
 def _restored(value: Any, file: Path) -> Any:
-    """Return ``value`` with tensors read from their places."""
     if isinstance(value, StoredTensor):
         if not value.contiguous:
             raise CheckpointError(f"{file} holds a tensor that is not contiguous, which no writer leaves")

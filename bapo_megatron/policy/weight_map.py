@@ -113,7 +113,6 @@ class WeightMap:
                 self._all_pieces(self.local[key].detach(), mapping)
 
     def _owners(self) -> Iterator[tuple[Key, int]]:
-        """Yield the keys of the whole model, each with its pipeline stage."""
         stages = parallel_state.get_pipeline_model_parallel_group().size()
         for key in self.keys():
             yield key, stage_of(key, self._chunk_layers, stages)
@@ -168,7 +167,6 @@ def _of_first_replica(group: Any) -> bool:
 
 
 def _fill(parameter: Tensor, reader: TensorReader, mapping: Mapping, layer: int | None) -> None:
-    """Fill this rank's shard of a parameter from its HF tensors, part by part."""
     group = cut_group(mapping)
     row = 0
     for source, rows, columns in shard_parts(mapping, group.rank(), group.size()):
@@ -235,5 +233,4 @@ def unshard(mapping: Mapping, pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenate, without a copy for a single tensor."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

@@ -43,15 +43,6 @@ def algorithm(loss: str = "cispo", bounds: BoundsConfig | None = None, **rest: A
     return AlgorithmConfig(loss=loss, bounds=BoundsConfig() if bounds is None else bounds, **rest)
 
 
-@pytest.mark.parametrize(("scope", "tokens"), [("update", None), ("lagged", None), ("micro_batch", 4096)])
-@pytest.mark.parametrize("preset", [balanced(), clip_higher()])
-def test_bounds_know_what_searches_an_update(preset: BoundsConfig, tokens: int | None, scope: Any) -> None:
-    bounds = dataclasses.replace(preset, scope=scope, bounds_tokens=tokens)
-    search = build_loss(algorithm("clip", bounds)).search
-    assert search is not None
-    assert bounds.searches_update == (search.known is None and search.scope == "update")
-
-
 def test_metrics_follow_the_loss() -> None:
     """Ratios 2, 1/2 and 1 at bounds (0.8, 1.2): factors 1.2, 0.8 and 1 (BAPO's: 0, 0 and 1).
 

@@ -147,14 +147,7 @@ def test_nodes_time_and_disk_of_the_whole_run() -> None:
     assert plan.checkpoint_seconds == 10 * plan.step_seconds
     parameters = total_parameters(BIG)
     assert plan.disk == parameters * (3 * 14 + 3 * 2)
-    lines = plan_text(plan, [], []).splitlines()[3:8]
-    assert lines == list(summary(plan))
-    peak = max(stage.peak for stage in plan.stages) / 1e9
-    assert lines[0].startswith(f"FITS: at most {peak:.1f} GB of a GPU's 80 (h100-80gb), ")
-    assert lines[1].startswith("Nodes: 8 train + 8 sample = 16; servers need nodes")
-    assert lines[2].endswith(f"; 500 steps take {plan.run_seconds / 86400:.1f} days (estimates)")
-    assert lines[3] == f"First checkpoint: step 10, after {plan.checkpoint_seconds / 3600:.1f} h"
-    assert lines[4].startswith(f"Disk: {plan.disk / 1e9:,.0f} GB")
+    assert plan_text(plan, [], []).splitlines()[3:8] == list(summary(plan))
     short = make_plan(altered(planned(), {"run.steps": 4}))
     assert short.checkpoint_seconds == short.run_seconds == 4 * short.step_seconds
     assert [duration(s) for s in (90, 7199, 7200, 172800)] == ["90 s", "120 minutes", "2.0 h", "2.0 days"]

@@ -156,9 +156,14 @@ def gpu_name() -> str:
 
 
 def cpu_mode() -> None:
-    """Make megatron-core run on the CPU. Idempotent; does nothing with CUDA."""
+    """Make megatron-core run on the CPU. Idempotent; does nothing with CUDA.
+
+    Functions that megatron-core decorates with ``torch.compile`` run as they are: to compile them takes ten
+    seconds of each process, more than they do in a run, and requires a C++ compiler.
+    """
     if has_cuda():
         return
+    torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call]
     _answer_cuda_queries()
     use_torch_optimizer()
     choose_vector_kernels()

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bapo_megatron.runtime.device import set_default
-
 _TRITON_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
 
 
@@ -29,31 +27,6 @@ def replace_triton_kernels() -> None:
         module.GLOBAL_BLOCK_SIZE = 1024
         module.paged_stash_copy_kernel = module.paged_stash_pop_kernel = None
         sys.modules[_TRITON_KERNELS] = module
-
-
-def compile_on_gpus_only() -> None:
-    """Turn ``torch.compile`` off in a process whose torch has no GPU, unless the user sets the variable.
-
-    megatron-core decorates small functions with it, so this takes effect before its import, and not sooner:
-    plans read layouts without torch. On a CPU a compilation takes ten seconds in every process, more than
-    these functions do in a run, and requires a C++ compiler.
-    """
-    finder = _BeforeMegatron()
-    sys.meta_path.insert(0, finder)
-    if "torch" in sys.modules:
-        finder.find_spec("megatron.core")
-
-
-class _BeforeMegatron:
-    """Import finder that finds nothing; acts once, before megatron-core is imported."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "megatron.core" and self in sys.meta_path:
-            sys.meta_path.remove(self)
-            import torch
-
-            if not torch.cuda.is_available():
-                set_default("TORCHDYNAMO_DISABLE", "1")
 
 
 @cache

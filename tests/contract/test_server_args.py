@@ -66,12 +66,13 @@ Reader = Callable[..., list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def resolved(sglang: Path) -> Iterator[Reader]:
     """SGLang's settings for each command line, by one process that has imported it."""
-    environment = server_environment(cuda=True) | {"CUDA_VISIBLE_DEVICES": ""}
+    environment = server_environment(cuda=True, python=sglang) | {"CUDA_VISIBLE_DEVICES": ""}
     with closing(AnsweringChild([str(sglang), str(READER)], environment)) as child:
 
         def read(lines: list[list[str]], colocated: bool = False, **platform: bool) -> list[dict[str, Any]]:
             """In the environment of such servers. ``platform``: what differs from an H100."""
-            own = server_environment(cuda=True, colocated=colocated) | {"CUDA_VISIBLE_DEVICES": ""}
+            own = server_environment(cuda=True, colocated=colocated, python=sglang)
+            own |= {"CUDA_VISIBLE_DEVICES": ""}
             asked = {"lines": lines, "fields": FIELDS, "platform": platform, "environment": own}
             return child.ask(asked, 900)  # type: ignore[no-any-return]
 

@@ -111,7 +111,8 @@ def teacher(tmp_path: Path) -> Iterator[ServerProcess]:
     command = server_command(python, TEACHER, "127.0.0.1", port, cuda=False, flags=flags)
     command.remove("--skip-tokenizer-init")
     url = f"http://127.0.0.1:{port}"
-    server = ServerProcess(command, server_environment(cuda=False, threads=1), url, tmp_path / "teacher.log")
+    environment = server_environment(cuda=False) | {"OMP_NUM_THREADS": "1"}
+    server = ServerProcess(command, environment, url, tmp_path / "teacher.log")
     server.wait_ready()
     yield server
     server.stop(seconds=1)

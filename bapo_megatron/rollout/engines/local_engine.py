@@ -249,8 +249,6 @@ class ModelWeights:
 
 def _load(hf_path: Path, dtype: str, device: str) -> Any:
     check_files_inside(hf_path)
-    if not (hf_path / "config.json").is_file():
-        raise ConfigError(f"model.hf_path={hf_path}: no config.json there; give a Hugging Face model folder")
     transformers_logging.disable_progress_bar()
     if is_quantized(hf_path):
         # Our reader loads the weights later, as for the policy: transformers would build fp8 layers on a GPU
@@ -261,17 +259,14 @@ def _load(hf_path: Path, dtype: str, device: str) -> Any:
         empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
         return empty.to(device).eval()
     HfReader(hf_path)  # checks the files: transformers would load tensors that the index leaves out
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            hf_path,
-            dtype=getattr(torch, dtype),
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.hf_path={hf_path}: cannot be loaded: {error}") from error
+    model, report = AutoModelForCausalLM.from_pretrained(
+        hf_path,
+        dtype=getattr(torch, dtype),
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
     if report["missing_keys"]:  # transformers would continue with random numbers
         raise ConfigError(f"model.hf_path={hf_path}: weights are missing: {sorted(report['missing_keys'])}")
     return model.to(device).eval()

@@ -146,8 +146,8 @@ class SentCheck:
         if not self._has_matched and not diff.matching:
             self._tell("no tensor's digest matches those sent: the engine uses another hash", engine)
             return False
-        if problem := diff.problem():
-            raise DigestMismatch(f"not the weights that were sent: {problem}")
+        if diff.differing:
+            raise DigestMismatch(f"not the weights that were sent: other values in {_some(diff.differing)}")
         if not self._has_matched:
             self._has_matched = True
             size = {"tensors": diff.matching, "hashed_bytes": sent.hashed_bytes}
@@ -168,8 +168,7 @@ class _DigestDiff:
 
     matching: int = 0
     differing: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    """Sent but not on the engine."""
+    """With another digest on the engine, or none."""
     unknown: list[str] = field(default_factory=list)
     """On the engine but not sent."""
 
@@ -179,24 +178,14 @@ class _DigestDiff:
         for rank, (ours, theirs) in enumerate(zip(sent, reported, strict=True)):
             for name in sorted(ours.keys() | theirs.keys()):
                 place = f"{name} on rank {rank}"
-                if name not in theirs:
-                    diff.missing.append(place)
-                elif name not in ours:
+                if name not in ours:
                     if not any(part in name for part in _NO_WEIGHTS):
                         diff.unknown.append(place)
-                elif ours[name] != theirs[name]:
+                elif ours[name] != theirs.get(name):
                     diff.differing.append(place)
                 else:
                     diff.matching += 1
         return diff
-
-    def problem(self) -> str:
-        parts = []
-        if self.differing:
-            parts.append(f"other values in {_some(self.differing)}")
-        if self.missing:
-            parts.append(f"without {_some(self.missing)}")
-        return "; ".join(parts)
 
 
 def _incomparable(digest: str, sent: SentDigests) -> str:

@@ -188,10 +188,7 @@ class WeightBroadcast:
     def open(self, receivers: int, join: StartCall[BroadcastGroup]) -> None:
         """Form a process group with ``receivers`` other ranks. Raises BroadcastError if one cannot join."""
         self.close()
-        try:
-            group = SendingGroup(self._address, _GROUP_NAME, receivers, self._device, self._timeout_s)
-        except (RuntimeError, ValueError) as error:
-            raise BroadcastError(f"no rendezvous at {self._address}: {error}") from error
+        group = SendingGroup(self._address, _GROUP_NAME, receivers, self._device, self._timeout_s)
         self._group = group
         try:
             # Concurrent: the group forms only when the servers join, and they join only when it forms.

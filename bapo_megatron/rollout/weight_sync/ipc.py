@@ -23,14 +23,11 @@ from __future__ import annotations
 
 import inspect
 import io
-import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache, partial
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -38,7 +35,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_strategy
 
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
@@ -76,8 +72,6 @@ class IpcSync:
         self._make_digester = make_digester if engines is not None else None
         self._disk, self._engines, self._gpus, self._on_event = disk, engines, gpus, on_event
         self._device = device
-        if device.type == "cpu":
-            remove_leftovers()
         empty = partial(shareable, device=device)
         self._buckets = Buckets(int(bucket_mb * 2**20), device, empty)
         self._step = 0
@@ -111,7 +105,8 @@ class IpcSync:
         try:
             return self._hand_over(policy, names)
         except Exception as error:  # any kind: disk is the fallback
-            self._record_event({"kind": "handover_failed", "version": policy.version, "reason": str(error)})
+            event = {"kind": "handover_failed", "version": policy.version, "reason": str(error)}
+            on_all_ranks(lambda: self._on_event(event))
             return []
 
     def _hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
@@ -136,10 +131,6 @@ class IpcSync:
             for _ in weights:
                 pass
 
-    def _record_event(self, event: dict[str, Any]) -> None:
-        """Record an event. All ranks raise if rank 0 cannot."""
-        on_all_ranks(lambda: self._on_event(event))
-
     def _deliver(
         self, names: Sequence[str], handles: Mapping[_Reader, bytes], engines: SamplerClient
     ) -> list[str]:
@@ -154,8 +145,7 @@ class IpcSync:
         return answers[0]  # type: ignore[no-any-return]
 
     def _readers(self, names: Sequence[str]) -> list[_Reader]:
-        """Return the readers of this rank's memory: the engine processes on its GPU (CPU: with its number).
-        Raises ConfigError, on every rank, if no rank trains on an engine's GPU."""
+        """Return the readers of this rank's memory: engine processes on its GPU (CPU: with its number)."""
         gpus = broadcast_from_main(dict(self._gpus))
         own = self._device.index if self._device.type == "cuda" else dist.get_rank()
         places = all_gather((socket.gethostname(), own))
@@ -163,11 +153,6 @@ class IpcSync:
         asked = {gpu for name in names for gpu in gpus[name]}
         if self._device.type != "cuda":
             ranks |= dict.fromkeys(asked - ranks.keys(), 0)
-        if lack := sorted(asked - ranks.keys()):
-            raise ConfigError(
-                f"no process trains on GPU {lack[0]} of rank 0's machine, which a server has: start fewer "
-                f"servers, or use sync=disk"
-            )
         return [
             (name, index)
             for name in names
@@ -191,7 +176,6 @@ def _handles_by_bucket(
 # --- memory handles of tensors --------------------------------------------------------------------
 
 
-_OLD_S = 600.0  # age of a stale shared-memory file, longer than any hand-over
 _ARGUMENTS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 """Argument names with which a reader rebuilds a GPU tensor."""
 
@@ -215,18 +199,6 @@ def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
     with _shared_by_name():
         _HandlePickler(written).dump([(name, tensor.detach()) for name, tensor in named])
     return written.getvalue()
-
-
-def remove_leftovers(folder: Path = Path("/dev/shm")) -> None:
-    """Remove stale shared memory of this user's killed processes, which nothing else removes on a CPU. Keeps
-    young files, which may belong to a process in another PID namespace."""
-    for path in folder.glob("torch_*_*_*"):
-        number = path.name.split("_")[1]
-        with suppress(OSError):  # another process was faster
-            about = path.lstat()
-            is_old = time.time() - about.st_mtime > _OLD_S and about.st_uid == os.getuid()
-            if is_old and number.isdecimal() and not Path("/proc", number).exists():
-                path.unlink()
 
 
 class _HandlePickler(ForkingPickler):

@@ -15,10 +15,8 @@ import pytest
 from aiohttp import web
 
 from bapo_megatron.config import SglangConfig
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.authorization import (
     Authorization,
-    check_keys_asked,
     known_key,
     main,
 )
@@ -104,12 +102,12 @@ async def test_a_server_that_asks_for_no_key_is_not_sent_it(
     assert open_.keys_seen == {None}
     printed = capsys.readouterr().out
     assert printed.count("warning:") == 1
-    assert f"{open_.url} asks for no API key: everybody of this machine can sample" in printed
+    assert f"{open_.url} asks for no API key: everybody who reaches it can sample" in printed
     assert KEY not in printed
 
 
 async def test_require_api_key_refuses_a_server_without_authentication(
-    serve: Callable[..., Server], tmp_path: Path
+    serve: Callable[..., Server],
 ) -> None:
     opened, closed = serve(None), serve(KEY)
     for key in (None, known()):
@@ -118,11 +116,6 @@ async def test_require_api_key_refuses_a_server_without_authentication(
         ):
             await ask(opened, key, is_required=True)
     assert await ask(closed, known(), is_required=True) == 0
-    urls = (closed.url, opened.url, "http://127.0.0.1:9")
-    check_keys_asked(SglangConfig(urls=urls))
-    with pytest.raises(ConfigError, match=f"require_api_key is set, and {opened.url} asks for no key"):
-        check_keys_asked(SglangConfig(urls=urls, require_api_key=True))
-    check_keys_asked(SglangConfig(urls=(closed.url,), require_api_key=True))
 
 
 async def test_a_server_is_asked_again_after_a_failed_connection(serve: Callable[..., Server]) -> None:

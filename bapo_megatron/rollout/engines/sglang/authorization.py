@@ -10,7 +10,6 @@ exits with 0 if the server requires a key and accepts the one in FILE (``slurm/t
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ from bapo_megatron.rollout.engines.sglang_launch.api_key import (
     read_key_file,
 )
 from bapo_megatron.runtime.device import environment_variable
-from bapo_megatron.runtime.http import ask, is_loopback
+from bapo_megatron.runtime.http import ask
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _LIMIT_S = 5.0
@@ -50,51 +49,23 @@ def known_key(sglang: SglangConfig, directory: Path) -> ApiKey | None:
     Raises ConfigError, without the file's content, if it holds no key or others may read it."""
     key_file = _given_file(sglang)
     path = key_file or RunPaths(directory).api_key
-    if key_file is None and not os.path.lexists(path):
+    if key_file is None and not path.exists():
         return None
     try:
         return read_key_file(path)
     except ValueError as error:
-        where = "" if key_file is None else f" (named by {_name_of_given(sglang)})"
-        raise ConfigError(f"{error}{where}") from None
+        raise ConfigError(str(error)) from None
 
 
 def servers_key_file(config: RunConfig) -> Path:
     """Return the key file of the run's servers, after creating the run's own if needed."""
     sglang, directory = config.rollout.sglang, config.directory
     if _given_file(sglang) is None:
-        path = RunPaths(directory).api_key
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            make_key_file(path)
-        except OSError as error:
-            raise ConfigError(
-                f"the API key file {path} cannot be made: {error}; write one elsewhere "
-                "(openssl rand -hex 32, mode 0600) and name it with rollout.sglang.api_key_file"
-            ) from None
+        directory.mkdir(parents=True, exist_ok=True)
+        make_key_file(RunPaths(directory).api_key)
     known = known_key(sglang, directory)
     assert known is not None
     return known.path.absolute()
-
-
-def check_keys_asked(sglang: SglangConfig) -> None:
-    """Raise ConfigError if ``require_api_key`` is set and a server of ``urls`` that answers has no key."""
-    if not (sglang.require_api_key and sglang.urls):
-        return
-
-    open_ = [url for url in sglang.urls if _is_open(url)]
-    if open_:
-        raise ConfigError(
-            f"rollout.sglang.require_api_key is set, and {', '.join(open_)} asks for no key: start it with "
-            "bapo rollout-server, or leave the field out"
-        )
-
-
-def _is_open(url: str) -> bool:
-    try:
-        return status_with(url) == 200
-    except OSError:
-        return False
 
 
 class Authorization:
@@ -140,12 +111,8 @@ class Authorization:
 
     def refusal(self) -> str:
         """Return the error text, with the fix, for status 401."""
-        if self._key is None:
-            return f"it asks for an API key; name its file with rollout.sglang.api_key_file or {VARIABLE}"
-        return (
-            f"it asks for another API key than that in {self._key.path}; start it with that file, or "
-            f"name its own with rollout.sglang.api_key_file or {VARIABLE}"
-        )
+        asked = f"another API key than that in {self._key.path}" if self._key else "an API key"
+        return f"it asks for {asked}; name its file with rollout.sglang.api_key_file or {VARIABLE}"
 
     async def _find(self) -> dict[str, str]:
         status = await asyncio.get_running_loop().run_in_executor(_PROBES, status_with, self._url)
@@ -178,10 +145,9 @@ class Authorization:
     def _warn(self) -> None:
         if not self._is_warned:
             self._is_warned = True
-            reach = "of this machine" if is_loopback(self._url) else "who reaches it"
             print(
-                f"warning: {self._url} asks for no API key: everybody {reach} can sample from it and replace "
-                "its weights; start it with bapo rollout-server",
+                f"warning: {self._url} asks for no API key: everybody who reaches it can sample from it and "
+                "replace its weights; start it with bapo rollout-server",
                 flush=True,
             )
 
@@ -189,10 +155,6 @@ class Authorization:
 def _given_file(sglang: SglangConfig) -> Path | None:
     named = environment_variable(VARIABLE)
     return sglang.api_key_file or (Path(named) if named else None)
-
-
-def _name_of_given(sglang: SglangConfig) -> str:
-    return "rollout.sglang.api_key_file" if sglang.api_key_file else VARIABLE
 
 
 def main(url: str, file: str) -> None:

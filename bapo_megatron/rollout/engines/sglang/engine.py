@@ -97,7 +97,7 @@ class SglangEngine:
             try:
                 answer = await self._send(request, pending)
             except KeptConnectionClosed:  # most likely the server never saw the request: retry once
-                pending.renew()
+                pending.rid = uuid.uuid4().hex  # the server may still know the old one
                 answer = await self._send(request, pending, again=True)
             if answer is None:
                 return empty_generation(request)
@@ -250,37 +250,28 @@ class SglangEngine:
     async def _send(
         self, request: GenerateRequest, pending: InflightRequest, again: bool = False
     ) -> Generation | None:
-        """Wait for the gate, send the request and return its answer; None if it is aborted before."""
+        """Wait for the gate, send the request and return its answer, at the deadline with the tokens so far;
+        None if it is aborted before. Raises ServerError if the abort gets no answer either, or no request
+        gets tokens (``_note_without_tokens``)."""
         if not await self._inflight.may_send(pending):
             return None
-        return await self._answer(request, pending, again)
-
-    async def _answer(self, request: GenerateRequest, pending: InflightRequest, again: bool) -> Generation:
-        """Return the server's answer, at the deadline with the tokens so far. Raises ServerError if the abort
-        gets no answer either, or no request gets tokens (``_note_without_tokens``)."""
-        loop, limits = asyncio.get_running_loop(), self._deadlines
-        overdue: list[asyncio.Task[None]] = []
-
-        def end() -> None:
-            overdue.append(asyncio.create_task(self._abort_overdue(pending, timeouts)))
-
-        timer = loop.call_later(limits.request_s, end)
+        limits = self._deadlines
         try:
             async with asyncio.timeout(None) as timeouts:
-                answer = await self.server.generate(request, pending.rid, again)
+                overdue = asyncio.create_task(self._abort_overdue(pending, timeouts))
+                try:
+                    answer = await self.server.generate(request, pending.rid, again)
+                finally:
+                    overdue.cancel()
         except TimeoutError as error:
             raise ServerError(
                 f"{self.name}: no answer within {limits.request_s:g} s, nor to an abort within "
                 f"{limits.abort_s:g} s"
             ) from error
-        finally:
-            timer.cancel()
-            for task in overdue:
-                task.cancel()
         if len(answer.token_ids_R):
             self._no_tokens_since = None
-        elif overdue:
-            self._note_without_tokens(loop.time())
+        elif timeouts.when() is not None:  # it was overdue
+            self._note_without_tokens(asyncio.get_running_loop().time())
         return answer
 
     def _note_without_tokens(self, now: float) -> None:
@@ -292,7 +283,9 @@ class SglangEngine:
             raise ServerError(f"{self.name}: no token for any request within {self._deadlines.request_s:g} s")
 
     async def _abort_overdue(self, pending: InflightRequest, timeouts: asyncio.Timeout) -> None:
-        """Abort one overdue request until cancelled; after a load, as a paused server answers no abort."""
+        """Abort one request from its deadline until cancelled; after a load, as a paused server answers no
+        abort."""
+        await asyncio.sleep(self._deadlines.request_s)
         async with self._one_control:
             pending.aborted = True
             timeouts.reschedule(asyncio.get_running_loop().time() + self._deadlines.abort_s)
@@ -322,10 +315,6 @@ class InflightRequest:
         self.rid = uuid.uuid4().hex
         self.routes = routes
         self.aborted = False
-
-    def renew(self) -> None:
-        """Reset for a retry, with a new id because the server may still know the old one."""
-        self.rid = uuid.uuid4().hex
 
 
 class InflightRequests:

@@ -346,10 +346,7 @@ class SglangServer:
 
 
 async def _content(url: str, answer: aiohttp.ClientResponse) -> bytes:
-    """Read an answer's body. Raises ServerError if it is too long or compressed, which could fill memory."""
-    coding = answer.headers.get("Content-Encoding", "identity")  # some proxies set it
-    if coding.strip().lower() != "identity":
-        raise ServerError(f"{url}: its answer is compressed ({coding[:40]!r}), which was not asked for")
+    """Read an answer's body, not decompressed. Raises ServerError if it would fill memory."""
     parts, size = [], 0
     while part := await answer.content.readany():
         parts.append(part)

@@ -3,23 +3,19 @@
 ``ServerProcess(command, environment, url, log)`` starts a server, with ``server_command`` and
 ``server_environment`` as arguments; ``serve`` (`bapo rollout-server`) replaces this process with one. Each
 has a private temporary folder (TMPDIR) for its ZMQ sockets, which unpickle what they receive: in /tmp every
-user could list them, and a killed server would leave them behind.
+user could list them.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +43,6 @@ from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_
 from bapo_megatron.runtime.child_process import ChildProcess
 from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, environment_variable, should_have_gpu
 from bapo_megatron.runtime.http import ask, without_proxy
-from bapo_megatron.runtime.processes import descendants
 
 PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
 START_VARIABLE = "BAPO_SERVER_START_S"
@@ -198,24 +193,22 @@ def serve(command: ServeCommand, cuda: bool) -> NoReturn:
     line = server_command(python, run.model.hf_path, command.host, command.port, cuda, flags)
     key_file = servers_key_file(run)
     print(f"the server asks for the API key in {key_file}", flush=True)
-    environment = server_environment(cuda, None, key_file, run.rollout.sglang.colocated, python, command.host)
-    folder = ServerFolder(environment.get("TMPDIR"))
-    folder.hand_on()
+    environment = server_environment(cuda, key_file, run.rollout.sglang.colocated, python, command.host)
+    folder = private_folder(environment.get("TMPDIR"))
     start_s = load_seconds(run.model.hf_path, 60 * run.rollout.sglang.start_minutes)
-    os.execvpe(line[0], line, environment | {"TMPDIR": folder.path, START_VARIABLE: str(int(start_s))})
+    os.execvpe(line[0], line, environment | {"TMPDIR": folder, START_VARIABLE: str(int(start_s))})
 
 
 def server_environment(
     cuda: bool,
-    threads: int | None = None,
     key_file: Path | None = None,
     colocated: bool = False,
     python: Path | None = None,
     host: str | None = None,
 ) -> dict[str, str]:
     """Return a server's environment: this process's without the trainer's variables, plus its own.
-    ``threads``: OpenMP threads on a CPU. ``key_file``: API key file, None for no authentication. ``python``:
-    SGLang's interpreter, None for ``sglang_python``'s, if any. ``host``: a non-loopback listening address."""
+    ``key_file``: API key file, None for no authentication. ``python``: SGLang's interpreter. ``host``: a
+    non-loopback listening address."""
     # No proxy: a server ends unless it reaches itself (``_execute_server_warmup`` in http_server.py).
     environment = os.environ | _VARIABLES | without_proxy(host)
     for name in [*_OTHER_ENVIRONMENT, KEY_FILE_VARIABLE, *filter(_is_of_launcher, environment)]:
@@ -229,7 +222,7 @@ def server_environment(
                 environment[name] = ",".join(others)
     if cuda and colocated:
         environment.setdefault(*_RELEASED_GRAPHS)
-    if cuda and (python := python or _installed_python()) is not None:
+    if cuda and python is not None:
         # SGLang and FlashInfer compile kernels with `ninja` from their environment, which is not activated.
         # A folder already in PATH keeps its place: /usr/bin must not precede a module's compilers.
         folders = (environment.get("PATH") or os.defpath).split(os.pathsep)
@@ -239,8 +232,6 @@ def server_environment(
             environment["LD_LIBRARY_PATH"] = path
     if not cuda:
         environment |= _CPU_VARIABLES
-        if threads:
-            environment["OMP_NUM_THREADS"] = str(threads)
     return environment
 
 
@@ -264,12 +255,6 @@ def sglang_python(given: Path | None = None) -> Path:
     return path.absolute()
 
 
-def _installed_python() -> Path | None:
-    with suppress(ConfigError):
-        return sglang_python()
-    return None
-
-
 class ServerProcess(ChildProcess):
     """A running server: a process group with a private temporary folder, which ends when this process ends.
     Its children end with it, even during their imports, before SGLang's schedulers tie themselves to it.
@@ -278,16 +263,14 @@ class ServerProcess(ChildProcess):
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> None:
         """Start the server and append its output to ``log``. Raises OSError if it cannot be started."""
         self.url, self.log = url, log
-        self._shared: set[Path] = set()
-        self._cleaning, self._is_clean = threading.Lock(), False
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._folder = ServerFolder(environment.get("TMPDIR"))
-        environment = {**environment, "TMPDIR": self._folder.path}
+        self._folder = private_folder(environment.get("TMPDIR"))
+        environment = {**environment, "TMPDIR": self._folder}
         try:
             with log.open("ab") as output:
                 super().__init__(command, environment, guarded=True, stdout=output, stderr=subprocess.STDOUT)
         except BaseException:
-            self._folder.remove()
+            shutil.rmtree(self._folder, ignore_errors=True)
             raise
 
     def wait_ready(self, seconds: float = 300.0) -> None:
@@ -313,25 +296,14 @@ class ServerProcess(ChildProcess):
 
     def is_ready(self) -> bool:
         try:
-            is_ready = ask(f"{self.url}/ready", timeout_s=2).status == 200
+            return ask(f"{self.url}/ready", timeout_s=2).status == 200
         except OSError:
             return False
-        if is_ready and not self._shared:
-            self._shared = shared_files(self.pid)  # only a live process has them mapped
-        return is_ready
 
     def close(self) -> None:
-        """Kill and reap the server, and remove its temporary folder and shared-memory files."""
-        with self._cleaning:
-            # Before the kill: the mappings of live processes show the files.
-            self._shared |= shared_files(self.pid)
-            super().close()
-            if not self._is_clean:
-                self._is_clean = True
-                self._folder.remove()
-                for path in self._shared:
-                    with suppress(OSError):
-                        path.unlink()
+        """Kill and reap the server, and remove its temporary folder."""
+        super().close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _tail(self) -> str:
         with self.log.open("rb") as file:  # appended to by every start: it may reach gigabytes
@@ -339,85 +311,18 @@ class ServerProcess(ChildProcess):
             return file.read().decode(errors="replace")
 
 
-def _host() -> str:
-    """Return a 6-character identity of this machine's boot, as several machines may share a folder."""
-    boot = ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return hashlib.sha256(f"{socket.gethostname()} {boot}".encode()).hexdigest()[:6]
-
-
-_PREFIX = f"bapo-{_host()}-"
-"""Prefix of this machine's folders, the only ones swept: network file systems may hide others' locks."""
-_UNLOCKED = "bapo-nolock-"
-"""Prefix of folders on a file system without locks, never swept because stale ones cannot be recognized."""
-_LONGEST_BASE = 40
+_LONGEST_BASE = 46
 """Longest path of the folder's parent, in bytes. Socket paths have at most 107: SGLang and Python need 45
-(``sgl_ar_fd_.../rank_...``, ``pymp-.../listener-...``), the folder 21."""
-_YOUNG_S = 60.0
-"""Age in seconds under which a folder is not swept: its owner may not have locked it yet."""
-_SHARED = "/dev/shm/sglang_loads_"
-"""Prefix of shared-memory files with the loads of a server's processes; the suffix is random."""
+(``sgl_ar_fd_.../rank_...``, ``pymp-.../listener-...``), the folder 14."""
 
 
-class ServerFolder:
-    """A server's temporary folder, mode 0700, with a lock that marks it as in use. Construction also removes
-    this user's unlocked folders of servers that were killed on this machine."""
-
-    def __init__(self, parent: str | None = None) -> None:
-        """``parent``: None for TMPDIR. /tmp replaces a parent that is relative, too long for sockets, not
-        writable or missing (a Slurm node's TMPDIR inside a container)."""
-        base = parent or environment_variable("TMPDIR") or "/tmp"
-        if len(os.fsencode(base)) > _LONGEST_BASE or not os.path.isabs(base):
-            base = "/tmp"
-        try:
-            self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
-        except OSError:
-            base = "/tmp"
-            self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
-        except OSError:  # ENOLCK, ENOSYS: under this name the next sweep would remove it
-            os.close(self._lock)
-            os.rmdir(self.path)
-            self.path = tempfile.mkdtemp(prefix=_UNLOCKED, dir=base)
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        else:
-            _sweep(base)
-
-    def hand_on(self) -> None:
-        """Keep the lock across ``exec``: this process becomes the server."""
-        os.set_inheritable(self._lock, True)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-
-def shared_files(pid: int) -> set[Path]:
-    """Return a server's shared-memory files: those mapped by the descendants of process ``pid``."""
-    return {
-        Path(path) for process in descendants(pid) for path in _mapped(process) if path.startswith(_SHARED)
-    }
-
-
-def _mapped(pid: int) -> Iterator[str]:
-    with suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as file:
-        for line in file:
-            yield "/" + line.rstrip("\n").partition("/")[2]
-
-
-def _sweep(base: str) -> None:
-    """Remove this user's stale folders: created on this machine and not locked by a process."""
-    for path in Path(base).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # a faster process, or another user's folder
-            about = path.lstat()
-            if about.st_uid != os.getuid() or time.time() - about.st_mtime < _YOUNG_S:
-                continue
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(lock)
+def private_folder(parent: str | None) -> str:
+    """Make a server's temporary folder, mode 0700. /tmp replaces a ``parent`` that is too long for sockets,
+    not writable or missing (a Slurm node's TMPDIR inside a container)."""
+    base = parent or "/tmp"
+    if len(os.fsencode(base)) > _LONGEST_BASE:
+        base = "/tmp"
+    try:
+        return tempfile.mkdtemp(prefix="bapo-", dir=base)
+    except OSError:
+        return tempfile.mkdtemp(prefix="bapo-", dir="/tmp")

@@ -39,6 +39,8 @@ if __name__ == "__main__":
     gc.freeze()  # imports stay
     gc.enable()
     try:
-        run_server(access.with_key(prepare_server_args(sys.argv[1:]), key))
+        arguments = prepare_server_args(sys.argv[1:])
+        arguments.api_key = key
+        run_server(arguments)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

@@ -1,7 +1,7 @@
 """Access control inside an SGLang server process: API key from a file, private sockets, no key in the log.
 
-A launcher calls ``install()``, which returns the key, then ``with_key(settings, key)``. SGLang itself checks
-the key (``srt/utils/auth.py``) on all paths but those beginning with /health, /ready, /metrics.
+A launcher calls ``install()`` and sets the key that it returns in the server's settings. SGLang itself checks
+it (``srt/utils/auth.py``) on all paths but those beginning with /health, /ready, /metrics.
 """
 
 from __future__ import annotations
@@ -40,10 +40,3 @@ def _redacting(make: Callable[..., logging.LogRecord], key: str) -> Callable[...
         return record
 
     return redacted
-
-
-def with_key(arguments: Any, key: str | None) -> Any:
-    """Set the key, if any, in server settings (``ServerArgs``) and return them."""
-    if key is not None:
-        arguments.api_key = key
-    return arguments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
@@ -36,44 +35,33 @@ def make_key_file(path: Path) -> None:
         with os.fdopen(descriptor, "w") as file:
             os.fchmod(descriptor, 0o600)  # a folder's default ACL may have added permissions
             if os.fstat(descriptor).st_mode & 0o077:
-                raise OSError(errno.EOPNOTSUPP, "its file system keeps no modes, so others could read it")
+                raise OSError(
+                    f"{path}: its file system keeps no modes, so others could read it; write a key elsewhere "
+                    "(openssl rand -hex 32, mode 0600) and name its file with rollout.sglang.api_key_file"
+                )
             file.write(secrets.token_urlsafe(32) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        _give_name(temporary, path)
+        os.link(temporary, path)  # unlike a rename, a link never replaces a file
     except FileExistsError:
         pass
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _give_name(temporary: Path, path: Path) -> None:
-    """Publish the file as ``path``. Raises FileExistsError if it exists."""
-    try:
-        os.link(temporary, path)  # unlike a rename, a link never replaces a file
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            raise
-        if not path.exists():  # a file system without links: the last of two rivals wins
-            temporary.rename(path)
-
-
 def read_key_file(path: Path) -> ApiKey:
     """Read a key file. Raises ValueError, without its content, if it is invalid or others may read it."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(1024).decode("latin-1").strip()
     except OSError as error:
         raise ValueError(f"the API key file {path} cannot be read: {error.strerror}") from None
-    with os.fdopen(descriptor, "rb") as file:
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode):
-            raise ValueError(f"the API key file {path} is not a regular file")
-        if about.st_mode & 0o077:
-            raise ValueError(
-                f"the API key file {path} has mode {about.st_mode & 0o777:04o}, so others may read it: "
-                f"chmod 600 {path}, and change the key if others had access"
-            )
-        text = file.read(1024).decode("latin-1").strip()
+    if mode & 0o077:
+        raise ValueError(
+            f"the API key file {path} has mode {mode:04o}, so others may read it: chmod 600 {path}, and "
+            "change the key if others had access"
+        )
     if not _KEY.fullmatch(text):
         raise ValueError(
             f"the API key file {path} must hold one line of 16 to 512 printable characters without spaces; "

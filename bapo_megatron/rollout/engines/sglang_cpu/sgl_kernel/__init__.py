@@ -19,22 +19,10 @@ def assign_req_to_token_pool_cpu(
         taken += end - start
 
 
-_NEVER_CALLED = (
-    "copy_all_layer_kv_cache_cpu",
-    "assign_draft_cache_locs_contiguous_cpu",
-    "assign_extend_cache_locs_cpu",
-    "build_tree_kernel_efficient_cpu",
-    "verify_tree_greedy_cpu",
-    "fill_accept_out_cache_loc_cpu",
-    "fill_bonus_tokens_cpu",
-)
+def _absent(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise NotImplementedError("this function is not in the stand-in for machines without a GPU")
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _NEVER_CALLED:
-        raise AttributeError(name)
-
-    def absent(*_args: Any, **_kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"sgl_kernel.{name} is not in the stand-in for machines without a GPU")
-
-    return absent
+copy_all_layer_kv_cache_cpu = assign_draft_cache_locs_contiguous_cpu = assign_extend_cache_locs_cpu = _absent
+build_tree_kernel_efficient_cpu = verify_tree_greedy_cpu = _absent
+fill_accept_out_cache_loc_cpu = fill_bonus_tokens_cpu = _absent

@@ -71,14 +71,6 @@ def test_a_shared_prompt_samples_what_each_request_samples_alone(model: LocalMod
     assert len({tuple(answer.token_ids_R.tolist()) for answer in together}) > GROUP
 
 
-def test_different_prefixes_are_prefilled_separately(model: LocalModel) -> None:
-    """A continued response shares its prompt with no other."""
-    first = GenerateRequest("a", np.array([5, 6, 7], np.int32), SamplingParams(1.0, 3, (), 0), 1)
-    other = GenerateRequest("b", np.array([5, 6, 8], np.int32), SamplingParams(1.0, 3, (), 0), 1)
-    shapes, _ = shapes_of(model, [first, other, first])
-    assert shapes[0] == (2, 3)
-
-
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_caches_of_both_kinds_follow_the_requests(family: str, tmp_path: Path) -> None:
     """Log-probs are those of one pass over the whole response: with keys and values in some layers and states

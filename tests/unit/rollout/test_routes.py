@@ -141,7 +141,6 @@ def test_after_a_retraction_older_weights_routes_are_unknown() -> None:
 PAIR = [[3, 3], [2, 3]]
 BAD: dict[str, tuple[Any, str]] = {
     "a token less": (THREE[:2], "8 experts are not routes of 3 tokens through 2 layers with 2 experts each"),
-    "the prompt's, too": ([*THREE, *THREE], "24 experts are not routes of 3 tokens"),
     "out of range": (
         [THREE[0], [[5, 4], [1, 8]], THREE[2]],
         r"token 1 went to the experts \[1, 8\] of layer 1; a route has 2",
@@ -158,26 +157,22 @@ def test_wrong_routes_are_refused(name: str) -> None:
         generation_of(REQUEST, reply(routes))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3])
-def test_routes_of_zeros_are_none(tokens: int) -> None:
+def test_routes_of_zeros_are_none() -> None:
     """What a server returns whose kernel chooses experts itself: the run stops, and names the flag."""
-    request = replace(REQUEST, params=SamplingParams(1.0, tokens, ()))
-    zeros = [[[0, 0], [0, 0]]] * tokens
-    found = generation_of(request, reply(zeros, tokens))
+    zeros = [[[0, 0], [0, 0]]] * 3
+    found = generation_of(REQUEST, reply(zeros))
     assert found.routes_R is None
-    told = without_routes(found, request, "http://a:1")
+    told = without_routes(found, REQUEST, "http://a:1")
     assert "http://a:1: answers without routes" in str(told)
     assert "--moe-runner-backend triton" in str(told)
     with pytest.raises(BadReply, match=r"token 0 went to the experts \[0, 0\] of layer 0"):
-        generation_of(request, reply([[[0, 0], [0, 1]], *zeros[1:]], tokens))
-    aborted = reply(zeros, tokens, finish_reason={"type": "abort"})
-    for bad in (reply([], tokens), aborted):  # not what such a server returns: the run continues
+        generation_of(REQUEST, reply([[[0, 0], [0, 1]], *zeros[1:]]))
+    for bad in (
+        reply([]),
+        reply(zeros, finish_reason={"type": "abort"}),
+    ):
         with pytest.raises(BadReply, match="its routes are wrong"):
-            generation_of(request, bad)
-    one = replace(request, routes=RouteShape(layers=2, per_token=1, experts=8))
-    alone = generation_of(one, reply([[[0], [0]]] * tokens, tokens)).routes_R
-    assert alone is not None
-    assert not alone.any()
+            generation_of(REQUEST, bad)
 
 
 @pytest.mark.parametrize("experts", [8, 128, 256, 300])
@@ -192,6 +187,8 @@ def test_routes_are_decoded_as_the_standard_library_does(experts: int, tokens: i
     found = decoded_routes(text, tokens, shape)
     assert found.dtype == shape.dtype
     assert (found == wide).all()
+    with pytest.raises(ValueError, match="Non-base64 digit"):
+        decoded_routes(memoryview(b"*" + bytes(text[1:])), tokens, shape)
 
 
 def test_no_number_is_taken_that_does_not_fit() -> None:
@@ -206,32 +203,9 @@ def test_no_number_is_taken_that_does_not_fit() -> None:
                 decoded_routes(text, 1, RouteShape(1, 24, 256))
 
 
-def test_no_character_is_taken_that_is_not_base64s() -> None:
-    """Any other byte, in each place of a group of three numbers: the first, or one far inside."""
-    shape = RouteShape(1, 900, 1000)
-    wide = np.arange(900, dtype=np.int32)
-    text = base64.b64encode(wide.tobytes())
-    assert (decoded_routes(memoryview(text), 1, shape) == wide).all()
-    known = set(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")
-    for place in (*range(16), *range(16 * 270, 16 * 271)):
-        for byte in set(range(256)) - known:
-            wrong = bytearray(text)
-            wrong[place] = byte
-            with pytest.raises(ValueError, match="Non-base64 digit"):
-                decoded_routes(memoryview(wrong), 1, shape)
-
-
 def test_routes_without_an_end_are_refused() -> None:
     with pytest.raises(BadReply, match="no generation"):
         generation_of(REQUEST, b'{"meta_info": {"routed_experts": "AAAA')
-
-
-# --- the embedded engine ---
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(FAMILY, tmp_path_factory.mktemp("model"))
 
 
 # --- step files ---
@@ -364,6 +338,11 @@ SETTINGS: dict[str, Any] = {
     "drop_uniform_groups": False,
     "route_replay": "replay",
 }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(FAMILY, tmp_path_factory.mktemp("model"))
 
 
 def world(tmp_path: Path, model: Path, engine: ScriptedEngine) -> World:

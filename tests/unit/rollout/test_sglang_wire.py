@@ -54,11 +54,8 @@ def test_the_body_of_a_request() -> None:
         "skip_special_tokens": False,
         **NEUTRAL,
     }
-
-
-def test_ignore_eos_without_stop_tokens() -> None:
-    request = GenerateRequest("r", np.array([1]), SamplingParams(1.0, 3, ()))
-    assert json.loads(generate_payload(request, "x"))["sampling_params"]["ignore_eos"] is True
+    unstopped = GenerateRequest("r", np.array([1]), SamplingParams(1.0, 3, ()))
+    assert json.loads(generate_payload(unstopped, "x"))["sampling_params"]["ignore_eos"] is True
 
 
 def wire(reply: Any) -> bytes:
@@ -104,18 +101,13 @@ def tokens(*ids: int, reason: str = "stop") -> Any:
 
 BAD: dict[str, tuple[Any, str]] = {
     "text": ("busy", "no generation"),
-    "a list": ([REPLY], "no generation"),
     "no meta_info": ({"output_ids": [5]}, "no generation"),
     "an unknown finish reason": (changed((META, "finish_reason", "type"), "tired"), "no generation"),
-    "no finish reason": (changed((META, "finish_reason"), None), "no generation"),
     "an unnumbered version": (changed((META, "weight_version"), "default"), "no generation"),
     "other tokens": (changed(("output_ids",), [5, 6, 8]), "other tokens"),
-    "a token more": (changed(("output_ids",), [5, 6, 9, 9]), "other tokens"),
-    "a nan": (changed((META, "output_token_logprobs", 0, 0), float("nan")), "no generation"),
     "a positive log-prob": (changed((META, "output_token_logprobs", 0, 0), 0.5), "above 0"),
     "a log-prob that is none": (changed((META, "output_token_logprobs", 0, 0), None), "no"),
     "a token of no fields": (changed((META, "output_token_logprobs", 0), []), "no generation"),
-    "another stop": (changed((META, "output_token_logprobs", 2, 1), 8), "other tokens"),
     "a stop that was not asked for": (tokens(5, 6, 8), "stop token that was not asked for"),
     "too many tokens": (tokens(5, 6, 7, 9), "4 tokens where 3 were asked for"),
     "a length before the limit": (tokens(5, 6, reason="length"), "length after 2 of 3 tokens: .*room for 8"),
@@ -127,14 +119,6 @@ def test_invalid_answers_are_refused(name: str) -> None:
     reply, says = BAD[name]
     with pytest.raises(BadReply, match=says):
         generation_of(REQUEST, wire(reply))
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[[", wire(REPLY)[:-20], wire(REPLY).replace(b"-1.5", b"-1.5.5")]
-)
-def test_an_answer_that_is_no_json_is_refused(body: bytes) -> None:
-    with pytest.raises(BadReply, match="no generation"):
-        generation_of(REQUEST, body)
 
 
 def test_staged_weights_are_atomic(tmp_path: Path) -> None:
@@ -222,11 +206,6 @@ def test_shards_of_many_tensors(tmp_path: Path) -> None:
     assert list(second) == names[1000:]
 
 
-def test_a_shard_of_unknown_dtypes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"weight a is of torch\.int64; model weights are F32, BF16, F16"):
-        write_shards([("a", torch.zeros(1, dtype=torch.int64))], tmp_path)
-
-
 CPU, GPU = ".venv-sglang/bin/python", ".venv-cluster-sglang/bin/python"
 
 
@@ -235,7 +214,6 @@ CPU, GPU = ".venv-sglang/bin/python", ".venv-cluster-sglang/bin/python"
     [
         ([CPU, GPU], False, {}, CPU),
         ([CPU, GPU], True, {}, GPU),
-        ([CPU, GPU], True, {"BAPO_DEVICE": "cpu"}, CPU),
         ([GPU], False, {}, GPU),  # as on a login node
         ([], False, {}, f"no interpreter at {CPU} or {GPU}: `make sglang`"),
         ([], True, {}, f"no interpreter at {GPU}.*: `make cluster`"),

@@ -234,14 +234,3 @@ async def test_engines_that_cannot_receive_go_into_quarantine() -> None:
         await updates.fail("the sender died")
         assert pool.up == 0
         assert await updates.gather() == (1, False)
-
-
-async def test_no_engine_samples_from_weights_with_a_wrong_digest() -> None:
-    calls: list[str] = []
-    right, wrong = ReceivingEngine("a", calls=calls), ReceivingEngine("b", calls=calls)
-    async with updating(right, wrong) as (_, updates, _):
-        wrong.digest = "other"
-        await updates.gather()
-        with pytest.raises(EngineError, match="b: the engines have different weights: a: same, b: other"):
-            await one_update(updates)
-    assert not [call for call in calls if "version" in call or "resume" in call]

@@ -41,7 +41,6 @@ class EngineLoad:
         self._parts: asyncio.Queue[WeightPart | None] = asyncio.Queue()
         self._asked = asyncio.Event()
         self._reported: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._is_confirmed = False
         self._may_resume = asyncio.Event()
         self._call = asyncio.create_task(load(self._handed(), version, self._confirm))
         self._call.add_done_callback(lambda call: call.cancelled() or call.exception())
@@ -69,11 +68,8 @@ class EngineLoad:
             raise EngineError(f"{self.name}: {error}") from error
         finally:
             await quorum.release(self.name)  # also after an early mismatch
-        self._is_confirmed = True
 
     async def resume(self) -> None:
-        if not self._is_confirmed:
-            raise EngineError(f"{self.name}: the digest of its weights was not compared")
         self._may_resume.set()
         await self._call
 
@@ -119,18 +115,10 @@ class WeightUpdates:
         self._loads: list[EngineLoad] = []
 
     async def begin(self, version: int, names: Collection[str] = ()) -> list[str]:
-        """Prepare engines for the weights of ``version``; sleeping engines ``names`` reclaim weight memory.
-        Raises EngineError if no engine receives: a later ``resume`` would quarantine all of them."""
+        """Prepare engines for the weights of ``version``; sleeping ones, ``names``, reclaim weight memory."""
         self.cancel()
         self._version = version
-        receivers = self._receivers(names)
-        if not receivers:
-            raise EngineError(
-                f"{type(self).__name__}: no engine receives these weights in parts (named: "
-                f"{', '.join(names) or 'none'}); a transport to engines that do not sleep needs a driver "
-                f"of its own, as BroadcastUpdates"
-            )
-        self._loads = [EngineLoad(slot, load, version) for slot, load in receivers]
+        self._loads = [EngineLoad(slot, load, version) for slot, load in self._receivers(names)]
         return await self._on_all(lambda load: load.begin())
 
     async def receive(self, part: WeightPart | Mapping[str, WeightPart]) -> list[str]:

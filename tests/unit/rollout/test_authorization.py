@@ -15,8 +15,10 @@ import pytest
 from aiohttp import web
 
 from bapo_megatron.config import SglangConfig
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.authorization import (
     Authorization,
+    check_keys_asked,
     known_key,
     main,
 )
@@ -116,6 +118,10 @@ async def test_require_api_key_refuses_a_server_without_authentication(
         ):
             await ask(opened, key, is_required=True)
     assert await ask(closed, known(), is_required=True) == 0
+    check_keys_asked(SglangConfig(urls=(opened.url,)))
+    check_keys_asked(SglangConfig(urls=(closed.url, "http://127.0.0.1:9"), require_api_key=True))
+    with pytest.raises(ConfigError, match=f"require_api_key is set, and {opened.url} asks for no key"):
+        check_keys_asked(SglangConfig(urls=(closed.url, opened.url), require_api_key=True))
 
 
 async def test_a_server_is_asked_again_after_a_failed_connection(serve: Callable[..., Server]) -> None:

@@ -15,7 +15,7 @@ from bapo_megatron.interfaces import Confirm, Engine
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
-from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates, WeightUpdates
+from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates
 from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightParts
 from tests.support.receiving_engine import ReceivingEngine
 from tests.support.sampling import PATIENCE, ScriptedEngine, mixed
@@ -55,15 +55,6 @@ async def refused(match: str, *engines: Engine, timeouts: EngineTimeouts = PATIE
             await one_update(updates)
 
 
-async def test_an_update_of_no_engine_is_an_error() -> None:
-    """Of the default driver with engines that do not sleep, say: its ``resume`` would lose all of them."""
-    async with updating(ReceivingEngine("a")) as (pool, _, events):
-        for names in ((), ("a",)):
-            with pytest.raises(EngineError, match="WeightUpdates: no engine receives .*needs a driver"):
-                await WeightUpdates(pool).begin(5, names)
-        assert (pool.up, events) == (1, [])
-
-
 async def test_all_engines_finish_a_call_before_the_next_begins() -> None:
     calls: list[str] = []
 
@@ -97,17 +88,6 @@ async def test_a_busy_engine_is_not_left_out_of_a_broadcast() -> None:
         assert await gathering == (2, False)
         await one_update(updates)
         assert (pool.up, busy.version, events) == (2, 5, [])
-
-
-async def test_no_engine_resumes_before_its_digest_was_compared() -> None:
-    engine = ReceivingEngine("a")
-    async with updating(engine) as (_, updates, _):
-        await updates.gather()
-        await updates.begin(5)
-        await updates.receive(BUCKET)
-        with pytest.raises(EngineError, match="a: the digest of its weights was not compared"):
-            await updates.resume()
-        assert "a resume" not in engine.calls
 
 
 async def test_an_engine_that_did_not_begin_receives_nothing() -> None:

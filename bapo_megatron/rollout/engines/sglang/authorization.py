@@ -13,6 +13,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 
@@ -66,6 +67,17 @@ def servers_key_file(config: RunConfig) -> Path:
     known = known_key(sglang, directory)
     assert known is not None
     return known.path.absolute()
+
+
+def check_keys_asked(sglang: SglangConfig) -> None:
+    """Raise ConfigError if ``require_api_key`` is set and a server of ``urls`` asks for no key."""
+    for url in sglang.urls if sglang.require_api_key else ():
+        with suppress(OSError):  # it may start later
+            if status_with(url) == 200:
+                raise ConfigError(
+                    f"rollout.sglang.require_api_key is set, and {url} asks for no key: start it with "
+                    "bapo rollout-server, or leave the field out"
+                )
 
 
 class Authorization:

@@ -26,6 +26,7 @@ from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sent_weights import MakeDigester, UnknownDigests
 from bapo_megatron.rollout.engines.sglang.authorization import (
     Authorization,
+    check_keys_asked,
     known_key,
     servers_key_file,
 )
@@ -56,9 +57,10 @@ class SglangBackend(EngineBackend):
     returns_routes = True
 
     def check(self, rollout: RolloutConfig, gpus: int = 0, training: int = 0) -> None:
-        """Raise ConfigError if SGLang's installation, GPU placement or, for sync=broadcast, NCCL version is
-        wrong. Servers elsewhere are assumed to have the NCCL of the environment named here."""
+        """Raise ConfigError if SGLang's installation, API keys, GPU placement or, for sync=broadcast, NCCL
+        version is wrong. Servers elsewhere are assumed to have the NCCL of the environment named here."""
         python = _interpreter(rollout)
+        check_keys_asked(rollout.sglang)
         if gpus and python and rollout.sglang.sync == "broadcast":
             check_nccl(python)
         if gpus and (problem := placement_problem(rollout, gpus, training)):

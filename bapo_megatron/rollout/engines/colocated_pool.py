@@ -48,12 +48,11 @@ async def open_pool(
 
 def _check_transport(backend: str, sync: str, engines: Sequence[Engine]) -> None:
     transport = TRANSPORTS[sync]
-    call = "wake" if transport.colocated else "load"
     for engine in engines:
         if transport.protocol and sync not in getattr(engine, "transports", ()):
             raise ConfigError(
                 f"rollout.engine={backend}, sync={sync}: {type(engine).__name__}.transports does not name "
-                f"it: use sync=disk, or take WeightParts in {call} (interfaces.{transport.protocol})"
+                f"it: use sync=disk, or take WeightParts (interfaces.{transport.protocol})"
             )
 
 

@@ -259,14 +259,17 @@ def _load(hf_path: Path, dtype: str, device: str) -> Any:
         empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
         return empty.to(device).eval()
     HfReader(hf_path)  # checks the files: transformers would load tensors that the index leaves out
-    model, report = AutoModelForCausalLM.from_pretrained(
-        hf_path,
-        dtype=getattr(torch, dtype),
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            hf_path,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.hf_path={hf_path}: cannot be loaded: {error}") from error
     if report["missing_keys"]:  # transformers would continue with random numbers
         raise ConfigError(f"model.hf_path={hf_path}: weights are missing: {sorted(report['missing_keys'])}")
     return model.to(device).eval()

@@ -74,12 +74,6 @@ def test_an_answer_is_decoded() -> None:
     assert found.log_probs_R.dtype == np.float32
 
 
-def test_an_abort_before_the_first_token() -> None:
-    meta = {"finish_reason": {"type": "abort", "message": "in the queue"}, "weight_version": "3"}
-    found = generation_of(REQUEST, wire({"output_ids": [], "meta_info": meta}))
-    assert (len(found.token_ids_R), found.finish_reason) == (0, "abort")
-
-
 def changed(path: tuple[Any, ...], value: Any) -> Any:
     reply = copy.deepcopy(REPLY)
     place = reply

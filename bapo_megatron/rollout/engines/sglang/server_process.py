@@ -266,12 +266,8 @@ class ServerProcess(ChildProcess):
         log.parent.mkdir(parents=True, exist_ok=True)
         self._folder = private_folder(environment.get("TMPDIR"))
         environment = {**environment, "TMPDIR": self._folder}
-        try:
-            with log.open("ab") as output:
-                super().__init__(command, environment, guarded=True, stdout=output, stderr=subprocess.STDOUT)
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
+        with log.open("ab") as output:
+            super().__init__(command, environment, guarded=True, stdout=output, stderr=subprocess.STDOUT)
 
     def wait_ready(self, seconds: float = 300.0) -> None:
         """Wait until the server is ready. Raises RuntimeError with its log's end if it ends or is slow."""

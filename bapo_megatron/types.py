@@ -278,7 +278,7 @@ class StepBatch:
 @dataclass(frozen=True)
 class PackLayout:
     """Packing constraints of a data-parallel rank: its share of the packs and their shape, for
-    ``pack_samples``. Raises ValueError if its multiples contradict each other."""
+    ``pack_samples``."""
 
     data_rank: int = 0
     """Data-parallel rank: the replica of the model that holds this process."""
@@ -295,13 +295,6 @@ class PackLayout:
     quadratic: float = 0.0
     """Relative cost of attention: a document of n tokens costs n + quadratic n^2, in units of a token's
     linear work. A 32B model: 65 GFLOP per token and 0.655 MFLOP n for its attention: 1e-5."""
-
-    def __post_init__(self) -> None:
-        if self.length_multiple % self.document_multiple:
-            raise ValueError(
-                f"length_multiple={self.length_multiple} is not a multiple of "
-                f"document_multiple={self.document_multiple}"
-            )
 
 
 @dataclass(frozen=True)

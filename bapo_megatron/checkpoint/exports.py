@@ -171,7 +171,6 @@ class StepExports:
 
 
 def _wait(process: subprocess.Popen[str], began: float) -> tuple[int, str, float]:
-    """Wait for a process; return its exit code, stderr and seconds."""
     stderr = process.communicate()[1]
     return process.returncode, stderr, time.perf_counter() - began
 
@@ -312,11 +311,7 @@ def _filled(word: str, values: dict[str, str]) -> str:
 
 
 def _stored(path: Path) -> set[str]:
-    """Return the stored names of finished exports; empty if the file is unreadable, so all run again."""
-    try:
-        return set(map(str, json.loads(path.read_text())["done"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
+    return set(json.loads(path.read_text())["done"]) if path.exists() else set()
 
 
 # --- the process ---

@@ -10,7 +10,6 @@ training and is only read.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
@@ -29,20 +28,13 @@ from bapo_megatron.checkpoint.reader import READERS, manifest_of, newest_first, 
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.checkpoint.store import clear_leftovers
 from bapo_megatron.config import RunConfig
-from bapo_megatron.errors import CheckpointError, ConfigError, printable
-from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main, on_all_ranks
 from bapo_megatron.runtime.files import file_below, remove_folder, sync_file, sync_folder
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 from bapo_megatron.runtime.storage import writing
 
 T = TypeVar("T")
-
-_MEET_S = 5.0
-"""Seconds that rank 0 copies before the ranks synchronize again, so that no collective times out."""
-
-_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of a refused hard link; a copy is tried next."""
 
 
 # --- preflight ---
@@ -89,21 +81,11 @@ def _check_new(paths: RunPaths, source: ForkSource) -> None:
 
 
 def _check_source(config: RunConfig, source: ForkSource) -> None:
-    settings = read_config(source.run)
-    if settings is None:
+    if read_config(source.run) is None:
         raise ConfigError(
             f"--fork {source}: {source.run} is not a run directory: it has no {source.paths.config.name}"
         )
-    step = max(_candidates(source, {}))
-    theirs = Path(settings["model.hf_path"])
-    if (theirs / "config.json").is_file():
-        other, ours = _sizes(read_model_shape(theirs)), _sizes(read_model_shape(config.model.hf_path))
-        if differ := [name for name in other if other[name] != ours[name]]:
-            told = ", ".join(f"{name} {other.get(name, 0)}, here {ours.get(name, 0)}" for name in differ)
-            raise ConfigError(
-                f"--fork {source}: its weights do not fit model.hf_path={config.model.hf_path} ({told}); all "
-                f"other settings may differ, the shape of the model may not"
-            )
+    step, _ = _candidate(source)
     if step >= config.steps:
         raise ConfigError(
             f"--fork {source}: the checkpoint is that of step {step}, and steps={config.steps}: nothing "
@@ -111,31 +93,18 @@ def _check_source(config: RunConfig, source: ForkSource) -> None:
         )
 
 
-def _sizes(shape: ModelShape) -> dict[str, object]:
-    """Return the sizes that determine a model's tensor names and shapes, by their names in messages."""
-    sizes = {name: getattr(shape, name) for name in ("layers", "hidden", "ffn", "vocab", "tied")}
-    return sizes | {name: size for kind in shape.kinds for name, size in kind.sizes().items()}
-
-
-def _candidates(source: ForkSource, refused: dict[int, str]) -> dict[int, Path]:
-    """Return the candidate checkpoints of ``source`` by step, except ``refused``; raise ConfigError if none
-    is left. A checkpoint within a step is no candidate: the batch of its step belongs to the other run."""
-    entries = dict(newest_first(source.paths.checkpoints))
-    whole = {step: path for (step, updates), path in entries.items() if not updates}
-    left = {step: path for step, path in sorted(whole.items()) if step not in refused}
-    chosen = left if source.step is None else {s: path for s, path in left.items() if s == source.step}
-    if chosen:
-        return chosen
-    told = [f"step {step}: {why}" for step, why in refused.items()]
-    if left:
-        told.append(f"there are checkpoints of the steps {', '.join(map(str, left))}")
-    else:
-        within = [f"one within step {step + 1}" for (step, updates) in sorted(entries) if updates]
-        told.append(f"there is {within[-1]}, and a fork begins between two" if within else "there is none")
-    what = "no checkpoint" if source.step is None else f"no whole checkpoint of step {source.step}"
+def _candidate(source: ForkSource) -> tuple[int, Path]:
+    """Return step and path of the checkpoint that ``source`` names; raise ConfigError if there is none. One
+    within a step is not a candidate: the batch of its step belongs to the other run."""
+    entries = newest_first(source.paths.checkpoints)
+    whole = {step: path for (step, updates), path in entries if not updates}
+    step = max(whole, default=None) if source.step is None else source.step
+    if step is not None and step in whole:
+        return step, whole[step]
+    there = f"there are those of the steps {', '.join(map(str, sorted(whole)))}" if whole else "there is none"
     raise ConfigError(
-        f"--fork {source}: {what} can be taken; {'; '.join(told)} (checkpoint.keep_last and keep_every of "
-        f"that run say which stay)"
+        f"--fork {source}: no checkpoint between two steps can be taken; {there} (checkpoint.keep_last and "
+        "keep_every of that run say which stay)"
     )
 
 
@@ -148,34 +117,24 @@ def _has_checkpoint(paths: RunPaths) -> bool:
 
 def make_fork(config: RunConfig, source: ForkSource) -> None:
     """Make the run directory a fork of ``source``, unless it is one; its lock must be held. Collective.
-    Without a step in ``source``, damaged checkpoints, or ones that the other run deletes meanwhile, are
-    skipped with a message. Raises ConfigError if none is left; RunStopped if the disk is full or fails."""
+    Raises ConfigError if the checkpoint is damaged; RunStopped if the disk is full or fails."""
     paths = config.paths
     fork = broadcast_from_main(read_fork(paths.root) if is_main() else None)
     if fork is not None:
         if broadcast_from_main(_has_checkpoint(paths) if is_main() else None):
             return
         source = _same_source(paths.root, fork, source)
-    refused: dict[int, str] = {}
-    while True:
-        candidates = _on_main(lambda: _candidates(source, refused))
-        step = max(candidates)
-        hidden, problem = _copied(candidates[step], paths, step)
-        if problem is None:
-            break
-        refused[step] = problem
-        if is_main():
-            passed = f"--fork {source}: passing over the checkpoint of step {step}: {problem}"
-            print(printable(passed), flush=True)
-    # Publish last: until then the checkpoint has a hidden name, and a killed process leaves no run.
-    _on_main(lambda: _publish(paths, source, hidden, step))
-
-
-def _copied(checkpoint: Path, paths: RunPaths, step: int) -> tuple[Path, str | None]:
-    """Copy and verify ``checkpoint`` under a hidden name; return its path and any failure. Collective."""
+    step, checkpoint = _on_main(lambda: _candidate(source))
     final = paths.checkpoint(step)
     hidden = final.with_name(f".{final.name}.{broadcast_from_main(uuid.uuid4().hex[:8])}.tmp")
-    return hidden, _on_main(lambda: _place(checkpoint, hidden, paths)) or _damage(hidden, step)
+    problem = _on_main(lambda: _place(checkpoint, hidden, paths)) or _damage(hidden, step)
+    if problem is not None:
+        raise ConfigError(
+            f"--fork {source}: the checkpoint of step {step} cannot be taken: {problem}; name another by "
+            f"--fork {source.run}:STEP"
+        )
+    # Publish last: until then the checkpoint has a hidden name, and a killed process leaves no run.
+    _on_main(lambda: _publish(paths, source, hidden, step))
 
 
 def _on_main(action: Callable[[], T]) -> T:
@@ -190,7 +149,7 @@ def _on_main(action: Callable[[], T]) -> T:
 
 
 def _is_done(future: Future[T]) -> bool:
-    wait_for([future], timeout=_MEET_S)
+    wait_for([future], timeout=5.0)  # so long no collective times out
     return future.done()
 
 
@@ -224,9 +183,7 @@ def _place(checkpoint: Path, hidden: Path, paths: RunPaths) -> str | None:
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source.resolve(), target)
-    except OSError as error:
-        if error.errno not in _NO_LINK:
-            raise
+    except OSError:  # another file system, or one without links
         shutil.copyfile(source, target)
         sync_file(target)
 
@@ -256,6 +213,4 @@ def _publish(paths: RunPaths, source: ForkSource, hidden: Path, step: int) -> No
         write_fork(paths, fork)
         hidden.rename(final)
         sync_folder(final.parent)
-    later = [moment for moment, _ in step_entries(source.paths.checkpoints) if moment > (step, 0)]
-    left = f" (its newest lies within step {max(later)[0] + 1})" if later and source.step is None else ""
-    print(f"{paths.root}: forked from {fork.origin}{left}", flush=True)
+    print(f"{paths.root}: forked from {fork.origin}", flush=True)

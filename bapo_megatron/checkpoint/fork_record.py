@@ -1,8 +1,8 @@
 """Fork record, ``fork.json``: which run and step a forked run began from, and that run's settings.
 
-``write_fork`` writes it once; ``read_fork`` returns it, or None for a run that is not a fork, and raises
-ConfigError if it cannot be read. Other functions compare the fork's settings with it. The other run is not
-read again: it may continue, move or be deleted. Nothing here is collective.
+``write_fork`` writes it once; ``read_fork`` returns it, or None for a run that is not a fork. Other functions
+compare the fork's settings with it. The other run is not read again: it may continue, move or be deleted.
+Nothing here is collective.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from bapo_megatron.checkpoint.run_directory import (
 )
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import MOST_DESCRIPTION_BYTES, write_atomically
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _FORMAT = 1
-_SHOWN = 80
-"""Most characters of a value in a message."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,9 @@ class ForkSource:
 
     @classmethod
     def of(cls, text: str) -> ForkSource:
-        """Parse ``RUN`` or ``RUN:STEP``; an existing directory with a name ending in `:STEP` is a RUN."""
+        """Parse ``RUN`` or ``RUN:STEP``."""
         run, colon, step = text.rpartition(":")
-        if colon and run and step.isascii() and step.isdigit() and not Path(text).is_dir():
+        if colon and run and step.isdecimal():
             return cls(Path(run), int(step))
         return cls(Path(text), None)
 
@@ -99,23 +97,19 @@ def write_fork(paths: RunPaths, fork: Fork) -> None:
 
 
 def read_fork(run_dir: Path) -> Fork | None:
-    """Return the content of ``fork.json``, None if there is none; raise ConfigError if it is unreadable."""
+    """Return the content of ``fork.json``; None if there is none."""
     path = RunPaths(run_dir).fork
     if not path.exists():
         return None
-    try:
-        with path.open("rb") as file:
-            stored = json.loads(file.read(MOST_DESCRIPTION_BYTES))
-        if stored["format"] != _FORMAT:
-            raise ConfigError(f"{path} has format {stored['format']}, this version reads {_FORMAT}")
-        return Fork(
-            Origin(**stored["origin"]),
-            stored["manifest_sha256"],
-            with_present_fields(stored["settings"]),
-            tuple(Origin(**origin) for origin in stored["ancestors"]),
-        )
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error!r}") from None
+    stored = json.loads(path.read_bytes())
+    if stored["format"] != _FORMAT:
+        raise ConfigError(f"{path} has format {stored['format']}, this version reads {_FORMAT}")
+    return Fork(
+        Origin(**stored["origin"]),
+        stored["manifest_sha256"],
+        with_present_fields(stored["settings"]),
+        tuple(Origin(**origin) for origin in stored["ancestors"]),
+    )
 
 
 # --- changed settings, and the state that they affect ---
@@ -173,25 +167,10 @@ def lineage_text(run_dir: Path) -> str | None:
     if fork is None:
         return None
     changed = fork.changed(read_config(run_dir) or fork.settings)
-    told = ", ".join(f"{name} {_change(_plain(now), _plain(then))}" for name, then, now in changed)
+    told = ", ".join(f"{name} {_plain(now)} (there {_plain(then)})" for name, then, now in changed)
     lineage = ", which was forked from ".join(map(str, fork.lineage))
     return lineage + (f"; here {told}" if told else "")
 
 
 def _plain(value: object) -> str:
     return "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _change(now: str, then: str) -> str:
-    """Return both values of a setting as text, of long ones the part that differs."""
-    if max(len(now), len(then)) > _SHOWN:
-        pairs = enumerate(zip(now, then, strict=False))
-        differs = next((place for place, (a, b) in pairs if a != b), min(len(now), len(then)))
-        begin = max(0, differs - _SHOWN // 4)
-        now, then = (_excerpt(text, begin) for text in (now, then))
-    return f"{now} (there {then})"
-
-
-def _excerpt(text: str, begin: int) -> str:
-    end = begin + _SHOWN
-    return ("..." if begin else "") + text[begin:end] + ("..." if end < len(text) else "")

@@ -67,7 +67,7 @@ def state_fingerprint(
     """Return the fingerprint of the present state, equal on every rank. ``sampler``: its state. Collective.
     ``compared_with``: a checkpoint's fingerprint; in an earlier version its canary has no routes."""
     model, samples = read_model_shape(config.model.hf_path), with_token_indices(_canary(config))
-    is_routed = model.experts is not None and (compared_with is None or _has_routes(compared_with))
+    is_routed = model.experts is not None and (compared_with is None or "routes" in compared_with["canary"])
     if is_routed:
         samples = with_random_routes(samples, _SEED, model)
     packs = pack_samples(samples, config.batch.pack_tokens, layout=policy.pack_layout)
@@ -87,14 +87,12 @@ def state_fingerprint(
 
 def fingerprint_differences(config: RunConfig, stored: Fingerprint, current: Fingerprint) -> dict[str, str]:
     """Return a line for each difference between the checkpoint's and the present fingerprint, by name. The
-    learning rate may differ if a field that determines it was allowed to change. A checkpoint of an earlier
-    version has no bit digests, and sums in place of the canary's log-probs."""
+    learning rate may differ if a field that determines it was allowed to change. In checkpoints of earlier
+    versions without bit digests only version, learning rate and sampler are compared."""
     lines = {}
     if current["version"] != stored["version"]:
         lines["version"] = _line(stored["version"], current["version"])
-    if not has_digests(stored):
-        lines.update(_sums_difference(config, stored["canary"], current["canary"]["log_probs"]))
-    else:
+    if "state" in stored:
         lines.update(_bit_differences(stored, current))
         lines.update(_canary_difference(config, stored["canary"], current["canary"]))
     may_change = any(is_among(name, RATE_FIELDS) for name in config.allow_change)
@@ -108,15 +106,6 @@ def fingerprint_differences(config: RunConfig, stored: Fingerprint, current: Fin
     if behind:
         lines["sampler"] = "; ".join(behind)
     return {name: f"{_WHAT[name]}: {line}" for name, line in lines.items()}
-
-
-def has_digests(stored: Fingerprint) -> bool:
-    """Return whether a checkpoint's fingerprint has bit digests; earlier versions have none."""
-    return "state" in stored
-
-
-def _has_routes(stored: Fingerprint) -> bool:
-    return isinstance(stored["canary"], dict) and "routes" in stored["canary"]
 
 
 def _line(stored: object, current: object) -> str:
@@ -145,30 +134,6 @@ def _canary_difference(
     if gap <= limit:  # False for nan
         return {}
     return {"canary": f"they differ by {gap:.3g} nats in the mean, {limit:g} is the most that noise explains"}
-
-
-def _sums_difference(config: RunConfig, stored: list[float], log_probs: list[float]) -> dict[str, str]:
-    """Return the difference of an earlier version's canary, stored as sums of l, l^2 and l a over its tokens.
-
-    l is a log-prob and a the advantage. Noise n_t moves the sums by at most sum |n_t|, sum |n_t| (2 |l_t| +
-    |n_t|) and sum |n_t a_t|: each is the tolerance, at the tolerated noise. They grow with the sum of the
-    magnitudes, not with the sum, which nearly cancels.
-    """
-    sequences = _canary(config)
-    value_T = np.array(log_probs, float)
-    advantage_T = np.repeat(
-        [sequence.advantage for sequence in sequences], [len(sequence.log_ratio_R) for sequence in sequences]
-    )
-    noise = _NOISE[config.model.dtype]
-    sums = [value_T.sum(), (value_T**2).sum(), (value_T * advantage_T).sum()]
-    limits = [
-        noise * len(value_T),
-        noise * (2 * np.abs(value_T) + noise).sum(),
-        noise * np.abs(advantage_T).sum(),
-    ]
-    if all(abs(now - then) <= most for now, then, most in zip(sums, stored, limits, strict=False)):
-        return {}
-    return {"canary": _line(stored[:3], [float(value) for value in sums])}
 
 
 def _canary(config: RunConfig) -> list[CanarySequence]:

@@ -174,15 +174,12 @@ def only_writer(directory: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ConfigError(f"another process is writing to the run {directory}; stop it first") from None
         except OSError as error:
-            if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP):
-                raise ConfigError(
-                    f"the file system of the run directory {directory} cannot lock files ({error.strerror}), "
-                    "so two jobs could write to one run: mount it with locks (Lustre: -o flock), or name "
-                    "another directory"
-                ) from None
-            if error.errno == errno.ENOLCK:  # the NFS lock server does not answer
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):  # NFS: its lock server does not answer
                 raise StorageFailed(f"the run directory {directory}: {error.strerror}") from None
-            raise
+            raise ConfigError(
+                f"the run directory {directory} cannot be locked ({error.strerror}), so two jobs could write "
+                "to it: mount it with locks (Lustre: -o flock), or name another directory"
+            ) from None
         yield
 
 
@@ -354,16 +351,6 @@ def changed_settings(config: RunConfig, before: dict[str, Any] | None) -> list[C
     return differences(plain_values(config), before) if before else []
 
 
-def check_partial_step(changed: list[Change], config: RunConfig) -> None:
-    """Raise ConfigError if the algorithm or seed changes within a partly trained step."""
-    names = {name for name, *_ in changed} & set(config.allow_change)
-    if named := sorted(name for name in names if name.startswith("algorithm.") or name == "seed"):
-        raise ConfigError(
-            f"{', '.join(named)}: the newest checkpoint lies within a step, which must end as it began; "
-            "continue without the change until the next checkpoint, and change it then"
-        )
-
-
 def store_config(config: RunConfig, samples_only: bool = False) -> None:
     """Write the resolved configuration into the run directory atomically; on rank 0, at each start.
     ``samples_only``: it is a ``--rollout-only`` run."""
@@ -386,7 +373,6 @@ def read_config(directory: Path) -> dict[str, Any] | None:
 
 
 def _stored(directory: Path) -> dict[str, Any] | None:
-    """Return the content of config.json; None if there is no run."""
     path = RunPaths(directory).config
     if not path.exists():
         return None

@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from bapo_megatron import __version__
 from bapo_megatron.config import CheckpointConfig
-from bapo_megatron.errors import RunStopped
 from bapo_megatron.interfaces import Saving
 from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, is_main
 from bapo_megatron.runtime.files import remove_folder, sha256_of, sync_file, sync_folder, write_atomically
@@ -206,7 +205,6 @@ class _PendingCheckpoint:
             raise
 
     def _sync_and_digest(self, files: list[Path]) -> tuple[Digests, float]:
-        """Sync ``files`` to disk; return their digests, and the seconds since the save began."""
         digests = {}
         for path in files:
             sync_file(path)
@@ -221,11 +219,6 @@ class _PendingCheckpoint:
             sync_folder(folder)
         if os.path.lexists(self.final):  # a damaged one, or the run resumed from an older one
             _remove(self.final, OldFiles())
-        if os.path.lexists(self.final):
-            raise RunStopped(
-                f"{self.final}, an older checkpoint of the same step, cannot be renamed, and the new one is "
-                "not saved: move it away, then give the same command again"
-            )
         self._temporary.rename(self.final)
         sync_folder(self.final.parent)
 

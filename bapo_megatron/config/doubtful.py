@@ -22,7 +22,7 @@ def setting_warnings(run: RunConfig) -> Iterator[str]:
     yield from _of_algorithm(run)
     yield from _of_rewards(run.reward, run.reward_functions)
     yield from _of_learning_rate(run)
-    data, evaluation = run.data, run.evaluation
+    data = run.data
     for name in ("min_difficulty", "max_difficulty"):
         value = getattr(data, name)
         if data.difficulty is None and value != getattr(DataConfig, name):
@@ -30,11 +30,6 @@ def setting_warnings(run: RunConfig) -> Iterator[str]:
                 f"data.{name}={value:g} leaves nothing out without data.difficulty: say there where in "
                 "extra_info a problem's difficulty is"
             )
-    if evaluation.every and evaluation.temperature == 0 and evaluation.samples > 1:
-        yield (
-            f"evaluation.samples={evaluation.samples} responses to a problem are the same one at "
-            "evaluation.temperature=0: set samples to 1"
-        )
 
 
 def _of_algorithm(run: RunConfig) -> Iterator[str]:
@@ -85,11 +80,6 @@ def _of_rewards(reward: RewardConfig, functions: tuple[str, ...]) -> Iterator[st
         yield (
             f"reward.failed={reward.failed:g} is above reward.wrong={reward.wrong:g}: a response that hangs "
             "its scorer gets more than a wrong one; lower reward.failed"
-        )
-    if reward.failed and reward.on_failure == "leave_out":
-        yield (
-            f"reward.failed={reward.failed:g} does nothing with reward.on_failure=leave_out: leave it out, "
-            "or set reward.on_failure=value"
         )
     if reward.format_pattern is not None and not reward.format_penalty:
         yield (

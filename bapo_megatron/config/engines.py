@@ -9,11 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
-from ipaddress import IPv6Address
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Lt
 
@@ -60,9 +58,9 @@ class EngineConfig:
         ``longest_request``: most tokens of prompt and response together.
         """
         for url in self.urls:
-            if problem := _address_problem(url):
-                yield f"urls: {url!r} is not an address ({problem}); write it as http://HOST:PORT"
-        if len({_server_of(url) for url in self.urls}) < len(self.urls):
+            if not _is_address(url):
+                yield f"urls: {url!r} is not an address; write it as http://HOST:PORT"
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             yield f"urls names a server twice: {', '.join(sorted(self.urls))}"
         if self.colocated and self.urls:
             yield (
@@ -76,38 +74,12 @@ class EngineConfig:
         return replace(self, sync="disk", colocated=False)
 
 
-def _address_problem(url: str) -> str | None:
-    """Problem of a server's URL; None if it has a scheme, a host and a port, and at most a path."""
-    if any(char.isspace() or not char.isprintable() for char in url):
-        return "it has a blank or a control character"
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-        if "[" in parts.netloc:
-            IPv6Address(parts.hostname or "")
-    except ValueError as error:  # of a port beyond 65535, or of brackets without an IPv6 address
-        return str(error)
-    if parts.scheme not in ("http", "https"):
-        return "it begins with neither http:// nor https://"
-    if not parts.hostname:
-        return "it has no host"
-    if ":" in parts.netloc.rpartition("@")[2] and not parts.netloc.endswith("]") and not port:
-        return "its port is missing, or 0"
-    if parts.username is not None or parts.query or parts.fragment:
-        return "it has a user, a query or a fragment"
-    return None
+_ADDRESS = re.compile(r"https?://(\[[\da-fA-F:.]+\]|[^\s/:@?#\[\]]+)(:(?P<port>\d{1,5}))?(/[^\s?#]*)?")
 
 
-def _server_of(url: str) -> tuple[object, ...]:
-    """Scheme, host, port and path of a URL, alike for all spellings of the same server."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-        host = parts.hostname or ""
-        host = str(IPv6Address(host)) if ":" in host else host
-    except ValueError:
-        return (url,)
-    return parts.scheme, host, port, parts.path.rstrip("/")
+def _is_address(url: str) -> bool:
+    match = _ADDRESS.fullmatch(url)
+    return match is not None and 0 < int(match["port"] or 80) < 2**16
 
 
 _REFUSED_FLAGS = {

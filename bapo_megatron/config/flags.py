@@ -95,7 +95,6 @@ class _Flag:
 
 
 def _flags_of(kind: type, prefix: str = "") -> Iterator[_Flag]:
-    """The flags of all leaf fields of nested dataclasses."""
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint, notes = hints[field.name], tuple[Any, ...]()
@@ -128,7 +127,10 @@ def json_flag(
             decoded = None
         if not fits(decoded):
             raise ValueError(f"{words[0]} is not a JSON {form}")
-        return read(decoded)
+        try:
+            return read(decoded)
+        except (TypeError, AttributeError) as error:  # a field that does not exist
+            raise ValueError(str(error)) from None
 
     return PrimitiveConstructorSpec(
         nargs=1,

@@ -26,13 +26,9 @@ C = TypeVar("C")
 
 def load_recipe(path: Path, kind: type[C]) -> C:
     """Configuration that ``recipe()`` in ``path`` returns. ConfigError if it fails or returns no ``kind``."""
-    if path.is_dir():
-        raise ConfigError(f"recipe {path} is a folder: name a Python file in it")
-    if not path.is_file():
-        raise ConfigError(f"recipe {path} does not exist")
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"recipe {path} is not a Python file")
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"recipe {path} is not a Python file, or does not exist")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look up annotations
     _serve_former_paths()
@@ -45,11 +41,6 @@ def load_recipe(path: Path, kind: type[C]) -> C:
             config = function()
     except ConfigError:
         raise
-    except SystemExit as error:  # its exit code is not the command's: 0 would be a run that is done
-        raise ConfigError(
-            f"recipe {path} ends the program by sys.exit({error.code!r}) {_place(error, spec.origin)}: raise "
-            "an exception instead, or return a configuration"
-        ) from error
     except Exception as error:  # of a syntax error the message, as its place follows
         told = f"SyntaxError({error.msg!r})" if isinstance(error, SyntaxError) else repr(error)
         gone = removed_settings(re.findall(r"unexpected keyword argument '(\w+)'", str(error)))

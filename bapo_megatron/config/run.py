@@ -270,8 +270,7 @@ class SftConfig:
         raise_problems(list(wrong_types(self)) or list(self._problems()))
 
     def _problems(self) -> Iterator[str]:
-        """Mistakes that the fields show by themselves, where each has a value of its type."""
         yield from out_of_range(self)
         yield from parallel_problems(self.parallel)
         yield from data_problems(self.data)
-        yield from range_problems(self.data, self.optimizer)
+        yield from range_problems(self.optimizer)

@@ -77,28 +77,13 @@ class SourceConfig:
 
 
 def _source(fields: dict[str, Any]) -> SourceConfig:
-    _check_names(SourceConfig, fields, "a source")
     environment = _environment(fields.get("environment"))
     return SourceConfig(**{**fields, "path": Path(str(fields["path"])), "environment": environment})
 
 
-def _check_names(kind: type, fields: dict[str, Any], owner: str) -> None:
-    known = [field.name for field in dataclasses.fields(kind)]
-    if unknown := fields.keys() - set(known):
-        raise ValueError(f"{owner} has no {', '.join(sorted(unknown))}: its fields are {', '.join(known)}")
-
-
-def _environment(fields: Any) -> EnvironmentConfig | None:
-    """The environment of a source, from its JSON. ValueError if it is not an object of the section's
-    fields."""
+def _environment(fields: dict[str, Any] | None) -> EnvironmentConfig | None:
     if fields is None:
         return None
-    if not isinstance(fields, dict):
-        raise ValueError(
-            f"the environment of a source is {json.dumps(fields)}: write an object such as "
-            '{"function": "tool.py:Tool"}, or {"function": null} for none; left out it is that of the run'
-        )
-    _check_names(EnvironmentConfig, fields, "the environment of a source")
     python = fields.get("python")
     return EnvironmentConfig(**{**fields, "python": None if python is None else Path(str(python))})
 
@@ -133,10 +118,4 @@ def source_problems(path: Path | None, sources: tuple[SourceConfig, ...]) -> Ite
         yield f"data.path={path} and data.sources are both set: make the file one of the sources, or drop one"
     for name, count in Counter(source.name for source in sources).items():
         if count > 1:
-            whole = next((other.path for other in sources if other.name == name != other.path.name), None)
-            hint = (
-                f"; {whole / PREPARED} has the whole name of its folder" if whole and whole.is_dir() else ""
-            )
-            yield f"data.sources: {count} of them are called {name}: rename a file, or its folder{hint}"
-        if not name or name.startswith("."):
-            yield f"data.sources: a path has no file name to call the source by: {name!r}"
+            yield f"data.sources: {count} of them are called {name}: rename a file, or its folder"

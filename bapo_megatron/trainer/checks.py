@@ -1,4 +1,4 @@
-"""Checks of a step's update metrics (engine gap, searches, routes), and expert and route metrics.
+"""Checks of a step's update metrics (engine gap, routes), and expert and route metrics.
 
 ``check_updates`` runs them all; it is collective, and called once the step's metrics are written, so that a
 check that stops the run leaves the numbers that explain it. A failed check is a warning and a run event, on
@@ -45,7 +45,6 @@ FIRST_GAP_LIMIT = 0.5
 def check_updates(run: Run, step: int, updates: Sequence[Metrics]) -> None:
     """Run all checks of the ``updates`` of ``step``, whose metrics are equal on every rank. Collective."""
     algorithm, recorder = run.config.algorithm, run.recorder
-    check_one_sign(step, updates, recorder)
     check_route_mismatch(algorithm, step, updates, recorder)
     is_first = run.handover.is_colocated and step == run.first_step
     check_engine_gap(algorithm, step, updates, recorder, is_first)
@@ -90,20 +89,6 @@ def has_other_weights(config: AlgorithmConfig, updates: Sequence[Metrics]) -> bo
     gaps = (gap for update in updates if (gap := update["rollout/engine_gap_mean"]) is not None)
     gap = next(gaps, None)
     return gap is not None and not gap <= max(FIRST_GAP_LIMIT, config.gap_mean_limit)  # nan is above any
-
-
-def check_one_sign(step: int, updates: Sequence[Metrics], recorder: Recorder | None) -> None:
-    """Warn if, on average, over half of a step's tokens had bounds from searches with only one sign, which
-    cannot balance: positive tokens are clipped at the first c_high, negative ones at the last c_low."""
-    shares = [share for update in updates if (share := update.get("bapo/one_sign_tokens")) is not None]
-    if recorder and shares and (mean := sum(shares) / len(shares)) > 0.5:
-        recorder.warning(
-            "one_sign",
-            step,
-            f"step {step}: {mean:.0%} of the tokens had bounds from searches that saw one sign alone, which "
-            f"balance nothing: raise algorithm.bounds.bounds_tokens, or set it to None and "
-            f"algorithm.bounds.scope to update",
-        )
 
 
 def gap_excess(config: AlgorithmConfig, updates: Sequence[Metrics]) -> Iterator[str]:

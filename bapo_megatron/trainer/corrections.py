@@ -121,28 +121,15 @@ def corrected(
     left = iter(zip(samples, kept, strict=True))
     remaining = [[sample for sample, keep in (next(left) for _ in group) if keep] for group in groups]
     tokens = sum(sample.predicted_tokens for sample in before)
-    values = _shares(
-        kept,
-        tokens,
-        [result.predicted for result in results],
-        [result.weight for result in results],
+    left_tokens = sum(result.predicted for result, keep in zip(results, kept, strict=True) if keep)
+    weight = sum(result.weight for result, keep in zip(results, kept, strict=True) if keep)
+    values = (
+        1 - sum(kept) / len(kept) if kept else None,
+        1 - left_tokens / tokens if tokens else None,
+        weight / left_tokens if left_tokens else None,
     )
     taken = [row[len(Remaining._fields) :] for row in numbers]
     return remaining, {**dict(zip(METRICS, values, strict=True)), **shares(algorithm, taken, tokens)}
-
-
-def _shares(
-    kept: Sequence[bool], before: int, tokens: Sequence[float], weights: Sequence[float]
-) -> tuple[float | None, float | None, float | None]:
-    """Return the values of ``METRICS`` from each sample's kept flag, remaining tokens and weights."""
-    after, weight = (
-        sum(value for value, keep in zip(values, kept, strict=True) if keep) for values in (tokens, weights)
-    )
-    return (
-        1 - sum(kept) / len(kept) if kept else None,
-        1 - after / before if before else None,
-        weight / after if after else None,
-    )
 
 
 def measured_once(

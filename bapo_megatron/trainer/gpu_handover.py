@@ -132,7 +132,6 @@ class GpuHandover:
         self._update_baseline(free_gpu_bytes() if beside is None else beside + freed)
 
     def _offload(self, keep_weights: bool = False) -> int:
-        """Offload the policy to the host if ``parallel.offload`` is set; return the freed bytes."""
         if not self._offloads:
             return 0
         try:

@@ -8,7 +8,7 @@ applies its masks again (``Remaining.of``). Shapes: ``_R`` response tokens, ``_N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -88,25 +88,6 @@ def shares(algorithm: AlgorithmConfig, taken: Sequence[Sequence[float]], tokens:
         whole = tokens if name.endswith("_tokens") else count
         shares_of[name] = float(sums[place]) / whole if whole else None
     return shares_of
-
-
-def rejection_text(algorithm: AlgorithmConfig, updates: Sequence[Metrics]) -> str | None:
-    """Return which of a step's updates lost all their responses, and to what; None if none did."""
-    empty = {n: row for n, row in enumerate(updates) if row.get("corrections/rejected_responses") == 1.0}
-    if not empty:
-        return None
-    shares_of = {
-        f"algorithm.masks[{number}]={part.name}": _mean(f"masks/{part.label}_responses", empty.values())
-        for number, part in enumerate(algorithm.masks)
-    }
-    shares_of["algorithm.corrections"] = 1 - sum(shares_of.values())
-    removed = ", ".join(f"{share:.0%} by {owner}" for owner, share in shares_of.items() if share > 1e-9)
-    numbers = ", ".join(map(str, empty))
-    return f"no optimizer step in update {numbers} of updates.jsonl: all responses are rejected, {removed}"
-
-
-def _mean(name: str, rows: Collection[Metrics]) -> float:
-    return sum(row.get(name) or 0.0 for row in rows) / len(rows)
 
 
 def _response(sample: TrainingSample, keep_N: np.ndarray, load: Callable[[], Sample]) -> Response:

@@ -44,11 +44,10 @@ from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.reward.functions import check_functions, needs_sandbox
 from bapo_megatron.reward.sandbox.sandbox import checked_sandbox
 from bapo_megatron.rollout.engines.backend import engine_backend
-from bapo_megatron.rollout.sampler.step_batches import routes_path, step_path, steps_in
+from bapo_megatron.rollout.sampler.step_batches import routes_path, step_path
 from bapo_megatron.rollout.sampler.teacher import check_teacher
 from bapo_megatron.rollout.sampler.turns import check_environments
 from bapo_megatron.runtime.child_process import missing_program
-from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.event_targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -93,7 +92,6 @@ def run_checks(
     yield lambda: check_same_run(config)
     yield lambda: _check_engine(config)
     yield lambda: check_route_replay(config.rollout, config.model)
-    yield lambda: _check_profile(config)
     if read_dataset:
         yield lambda: check_hooks(config.checkpoint, config.logging)
         yield lambda: raise_problems(list(_missing_files(config)))
@@ -117,12 +115,6 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     check_logging(config.logging)
     check_functions(config, config.reward_functions)
     check_advantage(config.algorithm, config.rollout.group_size)
-    coefficient = config.algorithm.reference_kl.coefficient
-    if coefficient:
-        raise ConfigError(
-            f"algorithm.reference_kl.coefficient={coefficient}: a run with --rollout-only trains nothing, so "
-            "it has no reference; add --algorithm.reference-kl.coefficient 0, and give yours to --train-only"
-        )
     check_teacher(config)
     tokenizer = check_model(config.model, ParallelConfig())
     _check_context(config)
@@ -290,14 +282,6 @@ def _gpus() -> int:
     return torch.cuda.device_count() if has_cuda() else 0
 
 
-def _check_profile(config: RunConfig) -> None:
-    if config.profile.steps:
-        ranks = data_parallel_size(config.parallel, launched_world_size()) * config.parallel.model_size
-        for rank in config.profile.ranks:
-            if not 0 <= rank < ranks:
-                raise ConfigError(f"profile.ranks has {rank}: the run has ranks 0 to {ranks - 1}")
-
-
 def _check_replay(config: RunConfig) -> None:
     replayed = config.rollout.replay
     assert replayed is not None
@@ -306,20 +290,13 @@ def _check_replay(config: RunConfig) -> None:
         raise ConfigError(f"rollout.replay={replayed} holds no journal; give the directory of a run")
     if replayed.resolve() == config.directory.resolve():
         raise ConfigError(f"rollout.replay={replayed} is this run itself; give it another --run-dir")
-    recorded = steps_in(journal)
-    if recorded and recorded[0] > 1:
-        raise ConfigError(
-            f"rollout.replay={replayed} has only the rollouts since step {recorded[0]}, earlier ones were "
-            "deleted: replay a run that was made with --rollout.keep-steps None"
-        )
-    needs_routes = config.rollout.route_replay != "off"
     for step in range(1, config.steps + 1):
         if not step_path(journal, step).is_file():
             raise ConfigError(
-                f"rollout.replay={replayed} has no rollouts of step {step}, but steps={config.steps}; "
-                f"set --steps {step - 1}"
+                f"rollout.replay={replayed} has no rollouts of step {step}, but steps={config.steps}: lower "
+                "--steps, or replay a run that was made with --rollout.keep-steps None"
             )
-        if needs_routes and not routes_path(journal, step).is_file():
+        if config.rollout.route_replay != "off" and not routes_path(journal, step).is_file():
             raise ConfigError(
                 f"rollout.route_replay={config.rollout.route_replay}: rollout.replay={replayed} has no "
                 f"routes of step {step}, because that run asked for none; set it to off"
@@ -341,19 +318,12 @@ def check_logging(logging: LoggingConfig) -> None:
 
 
 def _problems(logging: LoggingConfig) -> Iterator[str]:
-    has_database = _is_installed("sqlalchemy") and _is_installed("alembic")
     for name in logging.chosen:
         if not _is_installed(name):
             package = "mlflow-skinny" if name == "mlflow" else name
             yield (
                 f"logging.trackers has {name}, but {package} is not installed: "
                 f"`pip install {_INSTALLS[name]}`, or take {name} out"
-            )
-        elif name == "mlflow" and not (environment_variable("MLFLOW_TRACKING_URI") or has_database):
-            yield (
-                f"logging.trackers has mlflow without MLFLOW_TRACKING_URI, but sqlalchemy and alembic, for a "
-                f"database in the run directory, are not installed: `pip install {_INSTALLS['mlflow']}`, "
-                "or set MLFLOW_TRACKING_URI"
             )
 
 

@@ -42,7 +42,6 @@ def profiled(config: RunConfig, step: int) -> Iterator[None]:
 
 @contextmanager
 def _snapshot(path: Path) -> Iterator[None]:
-    """Record every allocation of the block with its stack, and write a memory snapshot."""
     torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
     try:
         yield

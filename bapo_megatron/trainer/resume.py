@@ -22,17 +22,11 @@ from bapo_megatron.checkpoint.fork_record import (
     read_fork,
 )
 from bapo_megatron.checkpoint.reader import Checkpoint, latest_checkpoint
-from bapo_megatron.checkpoint.resume_check import (
-    fingerprint_differences,
-    has_digests,
-    state_fingerprint,
-)
+from bapo_megatron.checkpoint.resume_check import fingerprint_differences, state_fingerprint
 from bapo_megatron.checkpoint.run_directory import (
     THREADS,
     Change,
     changed_settings,
-    check_partial_step,
-    plain_values,
     read_config,
 )
 from bapo_megatron.checkpoint.store import clear_leftovers
@@ -41,7 +35,7 @@ from bapo_megatron.errors import ResumeError
 from bapo_megatron.interfaces import Policy, Sampler
 from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.rollout.sampler.events import FORKED
-from bapo_megatron.runtime.distributed import broadcast_from_main, is_main, launched_world_size
+from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from bapo_megatron.types import Metrics
 
@@ -110,7 +104,7 @@ def read_begun(directory: Path) -> Begun:
 def find_resume_point(config: RunConfig, begun: Begun) -> ResumePoint:
     """Return the resume point of ``config.directory``: its newest whole checkpoint. Collective. Reads every
     byte of the checkpoint and deletes leftovers of a killed save. Raises CheckpointError if checkpoints exist
-    but none is whole; ConfigError if a partly trained step would finish with other settings."""
+    but none is whole."""
     # Before the search, because half-written and half-deleted checkpoints are not candidates.
     if is_main():
         clear_leftovers(config.paths)
@@ -121,8 +115,6 @@ def find_resume_point(config: RunConfig, begun: Begun) -> ResumePoint:
         is_main() and _lacks_last_evaluation(config, latest)
     )
     changed, fork = changed_settings(config, begun.settings), begun.fork
-    if partial:
-        check_partial_step(changed, config)
     is_beginning = fork and latest and latest.moment == (fork.origin.step, 0)
     return ResumePoint(latest, first_step, partial, has_work, changed, fork if is_beginning else None)
 
@@ -138,8 +130,8 @@ def check_restored(
     Collective.
 
     Returns the events to record: damaged newer checkpoints, accepted differences
-    (``config.accept_resume_mismatch``), a checkpoint of an earlier version without digests. ``sampler``: None
-    except on rank 0. ``fork``: begins at the checkpoint; parts that its settings affect may differ.
+    (``config.accept_resume_mismatch``). ``sampler``: None except on rank 0. ``fork``: begins at the
+    checkpoint; parts that its settings affect may differ.
     """
     stored = saved.trainer["certificate"]
     present = broadcast_from_main(sampler.state() if sampler else None)
@@ -169,9 +161,6 @@ def check_restored(
                 "differences": differences,
             }
         )
-    if not has_digests(stored):
-        message = "written by an earlier version: weights and optimizer are not compared bit by bit"
-        events.append({"kind": "resume_check", "checkpoint": saved.path.name, "message": message})
     return events
 
 
@@ -184,47 +173,22 @@ def _lacks_last_evaluation(config: RunConfig, latest: Checkpoint | None) -> bool
 
 Event = dict[str, Any]
 
-_LAYOUT = [f"parallel.{name}" for name in ("tensor", "pipeline", "virtual", "context", "sequence")]
-_LAYOUT += ["parallel.pipeline_layers", "parallel.expert", "parallel.expert_tensor"]
-
 
 def pin_threads(config: RunConfig, begun: Begun) -> tuple[RunConfig, Event | None]:
     """Set this rank's threads: from ``config``, else the run directory, else torch; on a GPU only from
     ``config``. Return ``config`` with it, and an event to record if the environment's differs. Collective."""
-    asked, kept = config.threads, begun.continued.get(THREADS)
-    present, is_other = broadcast_from_main(torch.get_num_threads()), _has_other_layout(config, begun)
-    # Another layout changes the order of sums anyway, so it need not keep the number.
-    threads = asked or (None if is_other else kept) or present
-    if asked is None and has_cuda():
+    present = broadcast_from_main(torch.get_num_threads())
+    threads = config.threads or begun.continued.get(THREADS) or present
+    if config.threads is None and has_cuda():
         return config, None
     torch.set_num_threads(threads)
-    config = replace(config, threads=threads)
-    if asked is not None or (kept or present) == present:
-        return config, None
-    if is_other:
-        message = (
-            f"{present} threads a rank, and not {kept} as when the run began: another layout adds in another "
-            f"order anyhow (--threads {kept} --allow-change {THREADS} takes {kept})"
-        )
-        return config, _announced("threads_anew", threads, present, message)
+    pinned = replace(config, threads=threads)
+    if config.threads is not None or threads == present:
+        return pinned, None
     message = (
         f"{threads} threads a rank, as when the run began, and not {present}: its sums would differ in their "
         f"last bits (--threads {present} --allow-change {THREADS} takes {present})"
     )
-    return config, _announced("threads_kept", threads, present, message)
-
-
-def _announced(kind: str, threads: int, environment: int, message: str) -> Event:
     if is_main():
         print(message, flush=True)
-    return {"kind": kind, "threads": threads, "environment": environment, "message": message}
-
-
-def _has_other_layout(config: RunConfig, begun: Begun) -> bool:
-    """Return whether the stored layout differs in a field that changes the order of sums."""
-    stored, now, parallel = begun.continued, plain_values(config), config.parallel
-    if any(stored.get(name, now[name]) != now[name] for name in _LAYOUT):
-        return True
-    data = stored.get("parallel.data")  # None: the number launched, which is not stored
-    present = parallel.data or max(1, (launched_world_size() or 1) // parallel.model_size)
-    return data is not None and data != present
+    return pinned, {"kind": "threads_kept", "threads": threads, "environment": present, "message": message}

@@ -169,7 +169,6 @@ _Response = tuple[float, int]
 
 
 def _responses(group: GroupHeader, values: Iterator[float], algorithm: AlgorithmConfig) -> list[_Response]:
-    """Return a group's responses; takes their advantages from ``values``."""
     tokens_G = [response.trained_tokens for response in group.responses]
     by_token = algorithm.loss_mean != "sequence"
     return [(next(values) * (tokens if by_token else min(tokens, 1)), tokens) for tokens in tokens_G]
@@ -198,35 +197,6 @@ def _share_decides(algorithm: AlgorithmConfig) -> bool:
     return is_known and searches_groups_advantages(algorithm)
 
 
-def outlook(rows: Sequence[Row], algorithm: AlgorithmConfig) -> str | None:
-    """Return a sentence on whether BAPO can act on data with these step metrics ``rows``; None if no row has
-    a share that decides."""
-    known = [row for row in rows if row.get(BELOW) is not None]
-    if not known or not _share_decides(algorithm):
-        return None
-    share, below, responses = (
-        sum(row[name] for row in known) / len(known) for name in (SHARE, BELOW, RESPONSES)
-    )
-    bounds = algorithm.bounds
-    pair = f"fixed({bounds.low_start:g}, {bounds.high_start:g})"
-    half = "with algorithm.loss_mean=sequence no lengths move the share from 1/2, so "
-    start = half if algorithm.loss_mean == "sequence" and share >= bounds.target else ""
-    if not below:
-        end = "until the data are stale" if start else "on this data, unless training changes the lengths"
-        verdict = f"BAPO will equal {pair} {end}"
-    elif bounds.grouped and share >= bounds.target:
-        verdict = "BAPO acts only by which responses each search happens to see"
-    elif below >= 0.5:
-        verdict = "BAPO can act on this data"
-    else:
-        verdict = f"BAPO can act on this data at times, and will mostly equal {pair}"
-    return (
-        f"{start}{verdict}: positive tokens hold {share:.3f} of the gradient at ratios of 1, and less than "
-        f"the target of {bounds.target:g} in {below:.1%} of the searches, of which each sees {responses:.3g} "
-        "responses in the mean"
-    )
-
-
 _QUANTITIES = (
     ("reward", "sampled/reward/mean", ".3f"),
     ("right", "sampled/reward/correct_fraction", ".1%"),
@@ -245,12 +215,7 @@ _QUANTITIES = (
 """Rows of the table: name, metric, format. They also cover uniform groups, which no step gets."""
 
 
-def _value(metrics: Metrics, name: str) -> float | None:
-    """Return a metric; earlier versions store sampled metrics without ``sampled/``."""
-    return metrics.get(name, metrics.get(name.removeprefix("sampled/")))
-
-
-_USUAL = {"start", "resume", "done", "engine_ready", "bapo_outlook"}
+_USUAL = {"start", "resume", "done", "engine_ready"}
 """Event kinds of a run without trouble, omitted from the summary."""
 
 
@@ -261,8 +226,8 @@ class RolloutRecord(RunRecords):
     def __init__(self, config: RunConfig, first_step: int) -> None:
         super().__init__(config, first_step)
         if first_step <= config.steps:
-            kind, kept = self.begin(first_step, rollout_only=True)
-            where = f"{config.directory}: {kind} at step {first_step} of {config.steps}{kept}"
+            kind = self.begin(first_step, rollout_only=True)
+            where = f"{config.directory}: {kind} at step {first_step} of {config.steps}"
             print(f"{where}, --rollout-only: nothing is trained or evaluated", flush=True)
 
     def step(self, step: int, header: StepHeader, clock: StepClock) -> None:
@@ -278,14 +243,8 @@ class RolloutRecord(RunRecords):
         self.warn_of_cut_episodes(step, metrics)
 
     def finish(self) -> None:
-        """Print the summary table, whether BAPO can act (also an event), and commands for the rollouts."""
-        rows = read_jsonl(self._paths.metrics)
-        events = read_events(self._paths.events)
-        print("\n".join(summary(rows, events)))
-        if message := outlook(rows, self._config.algorithm):
-            if all(event.get("message") != message for event in events):
-                self._events.event("bapo_outlook", step=len(rows), message=message)
-            print(message)
+        """Print the summary table and commands for the rollouts."""
+        print("\n".join(summary(read_jsonl(self._paths.metrics), read_events(self._paths.events))))
         root = self._paths.root
         print(f"responses: {self._paths.journal}")
         print(f"train on them: bapo train RECIPE --train-only {root}")
@@ -294,7 +253,7 @@ class RolloutRecord(RunRecords):
 
 def step_line(step: int, steps: int, metrics: Metrics) -> str:
     """Return the progress line of a step, with a dash for a missing number."""
-    show = {name: number_text(_value(metrics, metric), style) for name, metric, style in _QUANTITIES}
+    show = {name: number_text(metrics.get(metric), style) for name, metric, style in _QUANTITIES}
     parts = [
         f"reward {show['reward']}",
         f"right {show['right']}",
@@ -310,7 +269,7 @@ def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
     """Yield the summary table (mean, lowest, highest step of each quantity) and counts of trouble events."""
     table = [[f"{len(rows)} steps", "mean", "lowest", "highest"]]
     for name, metric, style in _QUANTITIES:
-        values = [value for row in rows if (value := _value(row, metric)) is not None]
+        values = [value for row in rows if (value := row.get(metric)) is not None]
         mean = sum(values) / len(values) if values else None
         numbers = (mean, min(values, default=None), max(values, default=None))
         table.append([name, *(number_text(value, style) for value in numbers)])

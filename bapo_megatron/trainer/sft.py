@@ -66,7 +66,6 @@ def _batches(config: SftConfig, tells: bool = False) -> Iterator[list[Sample]]:
 
 
 def _shuffled(samples: int, seed: int) -> Iterator[int]:
-    """Yield sample indices in random order, epoch after epoch."""
     generator = np.random.default_rng(seed)
     while True:
         yield from generator.permutation(samples).tolist()

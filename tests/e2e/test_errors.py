@@ -209,13 +209,3 @@ def test_a_replay_of_a_shorter_run(capsys: pytest.CaptureFixture[str], tmp_path:
     (tmp_path / "other/journal").mkdir(parents=True)
     message = message_of(capsys, tmp_path, RECIPE, f"--rollout.replay={tmp_path / 'other'}", "--steps=3")
     assert "has no rollouts of step 1, but steps=3" in message
-
-
-def test_a_replay_of_a_run_that_keeps_no_early_steps(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "other/journal").mkdir(parents=True)
-    for step in (7, 8):
-        (tmp_path / f"other/journal/step_00000{step}.npz").touch()
-    message = message_of(capsys, tmp_path, RECIPE, f"--rollout.replay={tmp_path / 'other'}", "--steps=8")
-    assert "has only the rollouts since step 7" in message

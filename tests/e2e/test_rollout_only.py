@@ -105,7 +105,7 @@ def test_a_rollout_only_run_has_a_report_and_no_checkpoint(sampled: Path) -> Non
     assert f"responses: {sampled}/journal" in output
     assert f"--train-only {sampled}" in output
     kinds = [row["kind"] for row in read_jsonl(sampled / "events.jsonl")]
-    assert kinds == ["start", "engine_ready", "bapo_outlook", "done"]
+    assert kinds == ["start", "engine_ready", "done"]
     names = {path.name for path in sampled.iterdir()}
     assert not names & {"checkpoints", "weights", "export", "evaluation"}
 

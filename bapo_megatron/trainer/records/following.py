@@ -1,11 +1,11 @@
 """Tracker process: sends each row of a run's metrics files to one tracker (W&B, ...), in order, with retries.
 
-    python -m bapo_megatron.trainer.records.following RUN NAME RESUME_STEP EVALUATED LIMIT_S
+    python -m bapo_megatron.trainer.records.following RUN NAME RESUME_STEP LIMIT_S
 
 ``metrics_log.py`` starts one per tracker NAME, with its log as standard output and the run's terminal as
 standard error. It begins after the tracker's last step or, if unknown, after RESUME_STEP, the last step of
-the run's files (EVALUATED, 0 or 1: whether they contain its evaluation). A byte on standard input, or the end
-of the run's process, ends the run: the last rows may then take LIMIT_S seconds. It ignores a job's signals.
+the run's files. A byte on standard input, or the end of the run's process, ends the run: the last rows may
+then take LIMIT_S seconds. It ignores a job's signals.
 """
 
 from __future__ import annotations
@@ -105,22 +105,20 @@ Wait = Callable[[float], bool]
 class Follower:
     """Sends one run's rows to one tracker: ``follow`` returns at the end of the run. Tracker errors become
     events and lines on ``console``, and are retried after a pause, never raised. ``resume_step``: the last
-    step in the run's files at its start; ``is_evaluated``: whether they contain its evaluation."""
+    step in the run's files at its start."""
 
     def __init__(
         self,
         paths: RunPaths,
         name: str,
         resume_step: int,
-        is_evaluated: bool,
         opened: Callable[[TrackedRun], Tracker],
         wait: Wait,
         console: TextIO,
     ) -> None:
         self._paths, self._name, self._opened = paths, name, opened
         self._wait, self._console = wait, console
-        # Step 0 is evaluated before step 1; a run stopped in a later evaluation repeats it after the step.
-        self._sent = (resume_step, is_evaluated) if resume_step else (-1, True)
+        self._sent = (resume_step or -1, True)  # step 0 is evaluated before step 1
         self._is_failing = False
 
     def follow(self) -> bool:
@@ -199,7 +197,7 @@ def _watch(parent: int, ended: threading.Event, limit_s: float) -> None:
     os._exit(1)
 
 
-def main(root: str, name: str, resume_step: str, is_evaluated: str, limit_s: str) -> int:
+def main(root: str, name: str, resume_step: str, limit_s: str) -> int:
     """Follow the run; return 0 if the tracker has every row, 1 if it lacks the last ones."""
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
@@ -210,8 +208,8 @@ def main(root: str, name: str, resume_step: str, is_evaluated: str, limit_s: str
     ended = threading.Event()
     watch = partial(_watch, os.getppid(), ended, float(limit_s))
     threading.Thread(target=watch, daemon=True).start()
-    begun = int(resume_step), is_evaluated == "1"
-    follower = Follower(RunPaths(Path(root)), name, *begun, TRACKERS[name], cast(Any, ended.wait), console)
+    paths, wait = RunPaths(Path(root)), cast(Any, ended.wait)
+    follower = Follower(paths, name, int(resume_step), TRACKERS[name], wait, console)
     return 0 if follower.follow() else 1
 
 

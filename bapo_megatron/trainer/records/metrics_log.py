@@ -134,8 +134,7 @@ class Boards:
             paths.logs.mkdir(exist_ok=True)
             if not paths.wandb_id.exists():
                 write_atomically(paths.wandb_id, uuid.uuid4().hex)
-        is_evaluated = resume_step in evaluation_means(paths.root)
-        arguments = [str(resume_step), str(int(is_evaluated)), str(catch_up_s)]
+        arguments = [str(resume_step), str(catch_up_s)]
         self._processes = {name: _start_board(name, paths, arguments) for name in names}
 
     def check(self) -> None:

@@ -54,10 +54,8 @@ def numbered_line(step: int, total_steps: int, parts: Sequence[str]) -> str:
 def notes(metrics: Metrics) -> list[str]:
     """Return notes on a step: failed scores and environments, dropped groups, and why it made no update."""
     parts: list[str] = []
-    scored, all_failed = (
-        metrics.get("rollout/groups_sampled"),
-        _sampled(metrics, "reward/failed_fraction") == 1.0,
-    )
+    scored = metrics.get("rollout/groups_sampled")
+    all_failed = metrics.get("sampled/reward/failed_fraction") == 1.0
     failed, uniform = _failed(metrics), metrics.get("rollout/groups_dropped") or 0.0
     unscored = metrics.get("rollout/groups_failed") or 0.0
     if not all_failed:
@@ -72,31 +70,23 @@ def notes(metrics: Metrics) -> list[str]:
         why = "all " + ", ".join(failed)
     elif metrics.get("rollout/groups"):
         why = "all responses rejected"  # by algorithm.masks or algorithm.corrections
-    elif scored and uniform == scored:
-        why = f"all {scored:.0f} groups uniform"
-    elif scored and uniform + unscored == scored:
-        why = f"{uniform:.0f} groups uniform, {unscored:.0f} with too few scores"
+    elif scored:
+        why = f"of {scored:.0f} groups {uniform:.0f} uniform, {unscored:.0f} with too few scores"
     else:
         why = "no group is left"
     return [*parts, f"no update: {why}"]
 
 
 def _kept(metrics: Metrics, scored: float, kept: float) -> str:
-    """Return a text with the kept share of scored groups and the right share of all responses."""
-    right = _sampled(metrics, "reward/correct_fraction")
+    right = metrics.get("sampled/reward/correct_fraction")
     of_all = "" if right is None else f" (of all: right {right:.1%})"
     return f"{kept:.0f} of {scored:.0f} groups kept{of_all}"
 
 
-def _sampled(metrics: Metrics, name: str) -> float | None:
-    """Return a sampled metric; earlier versions store it as the step's metric."""
-    return metrics.get(f"sampled/{name}", metrics.get(name))
-
-
 def _failed(metrics: Metrics) -> list[str]:
     """Return texts for failed scores and failed environments; ``reward/failures`` counts both."""
-    environments = _sampled(metrics, "environment/failures") or 0.0
-    scores = (_sampled(metrics, "reward/failures") or 0.0) - environments
+    environments = metrics.get("sampled/environment/failures") or 0.0
+    scores = (metrics.get("sampled/reward/failures") or 0.0) - environments
     parts = ((scores, "scores failed"), (environments, "environments failed"))
     return [f"{count:.0f} {what}" for count, what in parts if count > 0]
 

@@ -1,15 +1,12 @@
 """Recorder of a run: metrics, events.jsonl, progress line; a step's clock and metrics; the run's end.
 
-``Recorder`` is on rank 0 only; ``step_metrics`` returns a step's metrics. If none of the first 16 stale
-updates of a start has moved BAPO's bounds, the recorder prints the fixed bounds to which the run is
-equivalent so far. Two context managers surround it: ``sending_events``, the life of the event sender process
-(``runtime/event_sender.py``), and within it ``recorded_end``, which records the end (done, preempted,
-stopped, failed), so that this event is sent, too.
+``Recorder`` is on rank 0 only; ``step_metrics`` returns a step's metrics. Two context managers surround it:
+``sending_events``, the life of the event sender process (``runtime/event_sender.py``), and within it
+``recorded_end``, which records the end (done, preempted, stopped, failed), so that this event is sent, too.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -21,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from bapo_megatron.algo.bounds import BoundsConfig, describe
+from bapo_megatron.algo.bounds import describe
 from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.doubtful import setting_warnings
@@ -30,7 +27,6 @@ from bapo_megatron.runtime.event_kinds import last_turn
 from bapo_megatron.runtime.event_sender import SenderSettings
 from bapo_megatron.runtime.files import others_may_write
 from bapo_megatron.runtime.jsonl_log import EventLog, rows_from_end
-from bapo_megatron.trainer.masks import rejection_text
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.progress import Progress, evaluation_line
 from bapo_megatron.types import Metrics, StepHeader
@@ -40,44 +36,6 @@ MOVED = "bapo/bounds_moved"
 searched."""
 MOVES = frozenset({MOVED, "bapo/moved_tokens"})
 """Metrics of stale updates only; ``moved_tokens``: share of tokens with a bound moved by their own search."""
-
-_STALE_UPDATES = 16
-"""Stale updates without a move before the notice: two steps of the usual reuse."""
-
-
-class IdleSearch:
-    """Counter of stale updates (ratios not all 1) without a moved bound; ``observe`` gives one notice."""
-
-    def __init__(self, bounds: BoundsConfig) -> None:
-        self._bounds = bounds
-        self._idle: list[tuple[int, float]] = []
-        """Step and contribution of each stale update."""
-        self._is_over = False
-
-    def observe(self, step: int, updates: Sequence[Metrics]) -> str | None:
-        """Return the notice after ``step``; None if there is none."""
-        self._is_over |= any(update.get(MOVED) for update in updates)
-        stale = [update for update in updates if update.get(MOVED) == 0]
-        self._idle += [(step, update.get("bapo/contribution") or 0.0) for update in stale]
-        if self._is_over or len(self._idle) < _STALE_UPDATES:
-            return None
-        self._is_over = True
-        return self._message()
-
-    def _message(self) -> str:
-        bounds, steps = self._bounds, [step for step, _ in self._idle]
-        share = sum(share for _, share in self._idle) / len(steps)
-        why = ""
-        if math.isfinite(share) and share >= bounds.target:
-            why = (
-                f", because positive tokens hold {share:.2g} of the {bounds.measure}, above the target of "
-                f"{bounds.target:g}"
-            )
-        return (
-            f"the bounds have not moved in the last {len(steps)} stale updates (steps {steps[0]} to "
-            f"{steps[-1]}), in which this run equals fixed({bounds.low_start:g}, {bounds.high_start:g}){why} "
-            f"(docs/algorithm.md#which-preset)"
-        )
 
 
 class RunRecords:
@@ -93,15 +51,11 @@ class RunRecords:
         self._metrics = MetricsLog(self._paths, config.logging, first_step - 1, self._events.event)
         self._warned: set[str] = set()
 
-    def begin(self, first_step: int, **fields: Any) -> tuple[str, str]:
-        """Record `start` or `resume`, with ``fields``; return the kind and a remark to print. The remark, if
-        not empty, mentions responses in the journal from a start that was killed before its first
-        checkpoint."""
+    def begin(self, first_step: int, **fields: Any) -> str:
+        """Record `start` or `resume`, with ``fields``; return the kind."""
         kind = "start" if first_step == 1 else "resume"
-        logs = self._paths.journal.glob("segments-*.log")
-        goes_on = first_step == 1 and any(path.stat().st_size for path in logs)
-        self._events.event(kind, step=first_step, **fields, **({"segments": "kept"} if goes_on else {}))
-        return kind, ", with the responses of its journal" if goes_on else ""
+        self._events.event(kind, step=first_step, **fields)
+        return kind
 
     def event(self, event: dict[str, Any]) -> None:
         """Record an event: its kind and fields."""
@@ -129,7 +83,6 @@ class Recorder(RunRecords):
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
         super().__init__(config, first_step)
-        self._idle_search = IdleSearch(config.algorithm.bounds)
         self._progress = Progress(config.steps)
         root = self._paths.root
         if not has_work:
@@ -139,11 +92,11 @@ class Recorder(RunRecords):
             )
             return
         processes = torch.distributed.get_world_size()
-        kind, kept = self.begin(first_step, processes=processes)
+        kind = self.begin(first_step, processes=processes)
         where = f"step {first_step} of {config.steps}"
         if first_step > config.steps:
             where = f"the evaluation of step {config.steps}"
-        print(f"{root}: {kind} at {where}, processes: {processes}{kept}", flush=True)
+        print(f"{root}: {kind} at {where}, processes: {processes}", flush=True)
         if config.algorithm.loss == "clip":
             print(f"clipping bounds: {describe(config.algorithm.bounds)}", flush=True)
         for text in filter(None, [others_may_write(root), *setting_warnings(config)]):
@@ -155,12 +108,18 @@ class Recorder(RunRecords):
             self._metrics.write_update(step, {"update": number, **update})
         self._metrics.write_step(step, metrics)
         self._progress.update(step, metrics)
-        if message := self._idle_search.observe(step, updates):
-            self._events.event("bounds_idle", step=step, message=message)
-            print(f"note: {message}", flush=True)
-        if rejected := rejection_text(self._config.algorithm, updates):
-            self.warning("all_rejected", step, f"step {step}: {rejected}")
+        self._warn_of_rejections(step, updates)
         self.warn_of_cut_episodes(step, metrics)
+
+    def _warn_of_rejections(self, step: int, updates: Sequence[Metrics]) -> None:
+        empty = [n for n, row in enumerate(updates) if row.get("corrections/rejected_responses") == 1.0]
+        if empty:
+            message = (
+                f"step {step}: no optimizer step in update {', '.join(map(str, empty))} of updates.jsonl: "
+                "all responses are rejected; masks/... there says by which of algorithm.masks, if not by "
+                "algorithm.corrections"
+            )
+            self.warning("all_rejected", step, message)
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
         """Write and print the held-out metrics of the weights after ``step``, unless written before."""
@@ -253,14 +212,11 @@ def step_metrics(
     sampled_metrics = {**header.metrics, **_named_rewards(header)}
     metrics = {**sampled_metrics, **means, "policy/updates": taken, **clock.metrics()}
     seconds = metrics["time/step_s"] or 1.0
-    # Sampled tokens; rollouts of earlier versions store them as the step's metric.
-    sampled = metrics.get("sampled/rollout/tokens", metrics.get("rollout/tokens"))
-    metrics["time/tokens_per_s"] = (sampled or 0.0) / seconds
+    metrics["time/tokens_per_s"] = (metrics.get("sampled/rollout/tokens") or 0.0) / seconds
     return metrics
 
 
 def _named_rewards(header: StepHeader) -> Metrics:
-    """Return the means of the named rewards over a step's episodes; empty if rewards have no names."""
     each = [rows[0].named_rewards for group in header.groups for rows in group.episodes]
     names = sorted({name for named in each for name in named})
     return {
@@ -326,11 +282,10 @@ def sending_events(config: RunConfig) -> Iterator[None]:
         limit_s = _LAST_OF_PREEMPTED_S
         raise
     finally:
-        if process:
-            _close_sender(process, limit_s, config)
+        _close_sender(process, limit_s, config)
 
 
-def _start_sender(config: RunConfig) -> subprocess.Popen[bytes] | None:
+def _start_sender(config: RunConfig) -> subprocess.Popen[bytes]:
     paths, logging = config.paths, config.logging
     order = SenderSettings(
         run_dir=str(paths.root.absolute()),
@@ -343,18 +298,15 @@ def _start_sender(config: RunConfig) -> subprocess.Popen[bytes] | None:
     )
     paths.logs.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "bapo_megatron.runtime.event_sender", str(os.getpid())]
-    try:
-        with paths.on_event_log.open("ab") as log:
-            # Its own session: signals that kill the run must not kill the sender, which reports them.
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
-            )
-        assert process.stdin is not None
+    with paths.on_event_log.open("ab") as log:
+        # Its own session: signals that kill the run must not kill the sender, which reports them.
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended, which `_close_sender` tells
         process.stdin.write(order.line())
         process.stdin.flush()
-    except OSError as error:
-        _warn(f"events cannot be sent: {error}")
-        return None
     return process
 
 
@@ -367,9 +319,6 @@ def _close_sender(process: subprocess.Popen[bytes], limit_s: float, config: RunC
         process.wait()
     if process.returncode:
         log = config.paths.on_event_log
-        _warn(f"the process that sends events has ended with {process.returncode}: {log}")
-
-
-def _warn(message: str) -> None:
-    with suppress(OSError):
-        print(f"warning: logging.on_event: {message}", file=sys.stderr, flush=True)
+        text = f"the process that sends events has ended with {process.returncode}: {log}"
+        with suppress(OSError):
+            print(f"warning: logging.on_event: {text}", file=sys.stderr, flush=True)

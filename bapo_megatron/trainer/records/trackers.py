@@ -54,10 +54,6 @@ class RedactingStream:
         return getattr(self._stream, name)
 
 
-_PROJECT = "bapo-megatron"
-"""Default of ``logging.project``, for runs with an older stored configuration."""
-
-
 _PRIVATE = ("logging.on_event", "checkpoint.after_export")
 """Fields withheld from trackers: the user's commands and URLs may contain a key (a webhook URL is one)."""
 
@@ -108,7 +104,7 @@ def tracked_run(root: Path, tracker: str) -> TrackedRun:
     with paths.wandb_id.open("rb") as file:
         run_id = file.read().decode().strip()
     former = config.get("logging.wandb_project") if tracker == "wandb" else None
-    project = former or config.get("logging.project", _PROJECT)
+    project = former or config["logging.project"]
     shown = {name: _shown(value) for name, value in config.items() if name not in _PRIVATE}
     return TrackedRun(run_id, config["name"], project, shown, paths.trackers.absolute())
 

@@ -165,10 +165,9 @@ def test_the_end_of_the_run_ends_the_command_and_the_next_start_runs_it_again(ru
     assert again.kinds() == [("started", 2), ("done", 2), ("started", 4), ("done", 4)]
 
 
-def test_a_damaged_state_file_and_words_that_are_no_shell_code(tmp_path: Path, log: Path) -> None:
+def test_words_that_are_no_shell_code(tmp_path: Path, log: Path) -> None:
     run = tmp_path / "a b; touch hacked"
     folder(run / "exports/step_000002")
-    (run / "after_export.json").write_text("[]")
     owner = Owner(run, noting(log))
     owner.after.resume()
     owner.wait()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from bapo_megatron.checkpoint import fork as forks
 from bapo_megatron.checkpoint.fork import check_fork, make_fork
 from bapo_megatron.checkpoint.fork_record import (
     ForkSource,
-    _change,
     changed_data,
     lineage_text,
     may_differ,
@@ -29,7 +26,6 @@ from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig, SourceConfig
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.runtime.run_paths import RunPaths
-from tests.support.checkpoint_models import config_of as config_of_model
 from tests.support.forked_commands import ROOT
 from tests.support.saves import save, write_policy
 from tests.support.small_disk import fill, small_disk
@@ -91,15 +87,11 @@ def test_it_begins_at_the_checkpoint_and_leaves_the_other_run_alone(
     assert weights(child) == b"weights of %d" % found
 
 
-def test_one_within_a_step_is_named(parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fork(parent, tmp_path / "child")
-    assert "at step 20 (its newest lies within step 21)" in capsys.readouterr().out
+def test_one_within_a_step_is_no_beginning(parent: Path, tmp_path: Path) -> None:
     for step in (10, 20):
         shutil.rmtree(parent / f"checkpoints/step_0000{step}")
-    with pytest.raises(
-        ConfigError, match="no checkpoint can be taken; there is one within step 21, and a fork"
-    ):
-        fork(parent, tmp_path / "other")
+    with pytest.raises(ConfigError, match="no checkpoint between two steps can be taken; there is none"):
+        fork(parent, tmp_path / "child")
 
 
 def test_without_links_it_is_copied(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,37 +203,27 @@ def test_a_full_disk_is_one_message_and_leaves_its_room(parent: Path, tmp_path: 
     ],
 )
 def test_a_damaged_checkpoint_is_not_taken(
-    file: str, content: bytes | None, why: str, parent: Path, tmp_path: Path, capsys: Any
+    file: str, content: bytes | None, why: str, parent: Path, tmp_path: Path
 ) -> None:
     path = parent / "checkpoints/step_000020" / file
     path.unlink()
     if content:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"no whole checkpoint of step 20 .*{why}.*of the steps 10"):
-        fork(parent, tmp_path / "a", 20)
+    with pytest.raises(ConfigError, match=rf"checkpoint of step 20 cannot be taken: .*{why}"):
+        fork(parent, tmp_path / "a")
     assert not (tmp_path / "a/fork.json").exists()
-    fork(parent, tmp_path / "b")
-    assert weights(tmp_path / "b") == b"weights of 10"
-    assert "passing over the checkpoint of step 20: " in capsys.readouterr().out
+    fork(parent, tmp_path / "a", 10)
+    assert weights(tmp_path / "a") == b"weights of 10"
 
 
 def test_it_may_be_deleted_meanwhile(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    link, newest = forks._link, parent / "checkpoints/step_000020"
-
-    def late(source: Path, target: Path) -> None:
-        if newest.exists() and source.name == "trainer.json":
-            go_on(parent, b"new", keep_last=1)
-        link(source, target)
+    def late(*_: Path) -> None:
+        shutil.rmtree(parent / "checkpoints/step_000020")
+        raise FileNotFoundError
 
     monkeypatch.setattr(forks, "_link", late)
-    kept = parent.with_name("kept")
-    shutil.copytree(parent, kept)
-    with pytest.raises(ConfigError, match="step 20: its run has deleted it; .* of the steps 30"):
-        make_fork(config_of(tmp_path / "a"), ForkSource(parent, 20))
-    shutil.rmtree(parent)
-    kept.rename(parent)
-    make_fork(config_of(tmp_path / "b"), ForkSource(parent, None))
-    assert weights(tmp_path / "b") == b"new"
+    with pytest.raises(ConfigError, match="step 20 cannot be taken: its run has deleted it"):
+        fork(parent, tmp_path / "child")
 
 
 def test_a_link_out_of_the_checkpoint_is_not_followed(parent: Path, tmp_path: Path) -> None:
@@ -256,7 +238,7 @@ def test_a_link_out_of_the_checkpoint_is_not_followed(parent: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("run", "step", "steps", "child", "says"),
     [
-        ("parent", 15, 40, "new", "no whole checkpoint of step 15 can be taken; .* of the steps 10, 20"),
+        ("parent", 15, 40, "new", "no checkpoint .* can be taken; .* of the steps 10, 20"),
         ("nothing", None, 40, "new", "nothing is not a run directory: it has no config.json"),
         ("parent", None, 40, "parent", "that is this run's own directory"),
         ("parent", None, 20, "new", "that of step 20, and steps=20: nothing would be left"),
@@ -283,29 +265,6 @@ def test_logs_of_a_job_that_begins_before_its_run_are_no_run(parent: Path, tmp_p
     check_fork(config_of(tmp_path / "new"), None)
 
 
-@pytest.mark.parametrize(
-    ("family", "change", "told"),
-    [
-        ("qwen2", {"hidden_size": 96}, "hidden 48, here 96"),
-        ("qwen3_moe", {"num_experts": 7}, "experts 5, here 7"),
-        ("qwen3_moe", {"moe_intermediate_size": 32}, "width of an expert 24, here 32"),
-        ("qwen2", {"max_position_embeddings": 99999}, None),
-    ],
-)
-def test_a_model_of_another_shape_is_refused_and_named(
-    family: str, change: dict[str, int], told: str | None, parent: Path, tmp_path: Path
-) -> None:
-    """Else the first to find out is every rank, with its GPU's memory full of the wrong model."""
-    for name, values in {"theirs": {}, "ours": change}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config_of_model(family, **values)))
-    store_config(replace(config_of(parent), model=ModelConfig(tmp_path / "theirs")))
-    config = replace(config_of(tmp_path / "child"), model=ModelConfig(tmp_path / "ours"))
-    says = rf"do not fit model.hf_path={tmp_path}/ours \({told}"
-    with pytest.raises(ConfigError, match=says) if told else nullcontext():
-        check_fork(config, ForkSource(parent, None))
-
-
 def test_checkpoints_may_not_be_listed(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user's run, from which people fork."""
 
@@ -320,20 +279,11 @@ def test_checkpoints_may_not_be_listed(parent: Path, tmp_path: Path, monkeypatch
         check_fork(config_of(tmp_path / "child"), ForkSource(parent, None))
 
 
-def test_run_and_step_are_told_apart(tmp_path: Path) -> None:
+def test_run_and_step_are_told_apart() -> None:
     assert ForkSource.of("runs/a") == ForkSource(Path("runs/a"), None)
     assert ForkSource.of("runs/a:120") == ForkSource(Path("runs/a"), 120)
     assert ForkSource.of("a:b") == ForkSource(Path("a:b"), None)
-    (tmp_path / "at:12").mkdir()
-    assert ForkSource.of(f"{tmp_path}/at:12") == ForkSource(tmp_path / "at:12", None)
     assert str(ForkSource.of("runs/a:120")) == "runs/a:120"
-
-
-def test_of_a_long_setting_the_lineage_has_what_differs() -> None:
-    now, then = ("[" + "x" * 200 + f"'weight': {weight}" + "y" * 200 + "]" for weight in (3, 1))
-    cut = [f"...{'x' * 10}'weight': {weight}{'y' * 59}..." for weight in (3, 1)]
-    assert _change(now, then) == f"{cut[0]} (there {cut[1]})"
-    assert _change("[]", "x" * 100) == f"[] (there {'x' * 80}...)"
 
 
 def test_the_lineage_outlives_the_ancestors(parent: Path, tmp_path: Path) -> None:
@@ -352,9 +302,6 @@ def test_the_lineage_outlives_the_ancestors(parent: Path, tmp_path: Path) -> Non
     shutil.rmtree(child)
     assert str(parent) in str(lineage_text(grandchild))
     assert lineage_text(tmp_path) is None
-    (grandchild / "fork.json").write_text("{}")
-    with pytest.raises(ConfigError, match="fork.json cannot be read: KeyError"):
-        lineage_text(grandchild)
 
 
 def test_settings_decide_which_state_a_fork_may_differ_in(parent: Path, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from bapo_megatron.config import (
     DataConfig,
     EngineConfig,
     EvaluationConfig,
-    LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     PartConfig,
@@ -81,7 +80,6 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
         ({"rollout.budget_tokens": 100, "rollout.max_staleness": 0}, "s=100 .*set rollout.max_staleness=1$"),
         ({"checkpoint.every": 10, "checkpoint.export_every": 25}, "export_every=25 .*=10.*: set it to 20$"),
         ({"checkpoint.every": 10, "checkpoint.export_every": 4}, "set it to 10$"),
-        ({"checkpoint.after_export": "up"}, "after_export='up' has no {folder}"),
         ({"checkpoint.after_export": "up '{folder}"}, "after_export=.*no closing quotation"),
         ({"checkpoint.after_export": " "}, "after_export=' ': it is empty"),
         ({"logging.on_event": ("mail 'me",)}, "on_event=.*no closing quotation"),
@@ -104,7 +102,6 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
         ({"reward.sandbox_url": "sandbox:80"}, "reward.sandbox_url is not an address"),
         ({"reward.overlong_tokens": 200}, "must be below rollout.max_response_tokens=200"),
         ({"reward.overlong_penalty": 0.1}, "needs reward.overlong_tokens"),
-        ({"reward.code_case_limit_s": 31.0}, "is above reward.time_limit_s=30.0"),
         ({"algorithm.updates_per_epoch": 65}, "an update needs at least one group"),
         ({"algorithm.advantage": "ppo"}, "algorithm.advantage='ppo'"),
         ({"algorithm.loss_settings": [("a", 2.0)]}, "algorithm.loss_settings=.* must be a table"),
@@ -132,14 +129,9 @@ def test_a_mistake_is_named(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"name": ""}, "name='' names no run"),
-        ({"name": ".."}, r"name='\.\.' names no run"),
         ({"checkpoint.every": 10, "checkpoint.keep_every": 25}, "keep_every=25 .*=10.*: set it to 20$"),
-        ({"profile.memory": True}, "profile.memory needs profile.steps"),
         ({"algorithm.bounds": fixed(0.2, 0.28)}, "bounds from 0.2 to 0.28 clip all .* 0.8 and 1.28$"),
         ({"algorithm.bounds": fixed(1.0, 1.2)}, "bounds from 1 to 1.2 clip all tokens of a sign"),
-        ({"logging.trackers": ("wandb",), "logging.project": "team/sums"}, "logging.project=.team/sums"),
-        ({"logging.wandb_project": "50%"}, "logging.wandb_project='50%': W&B"),
     ],
 )
 def test_a_run_that_has_begun_with_a_mistake_goes_on(
@@ -156,8 +148,7 @@ def test_a_run_that_has_begun_with_a_mistake_goes_on(
 
 def test_a_good_new_run_passes(tmp_path: Path) -> None:
     milestones = CheckpointConfig(every=10, keep_every=20)
-    logging = LoggingConfig(trackers=("mlflow",), project="/team/sums")
-    check_new_run(dataclasses.replace(GOOD, run_dir=tmp_path, checkpoint=milestones, logging=logging))
+    check_new_run(dataclasses.replace(GOOD, run_dir=tmp_path, checkpoint=milestones))
 
 
 def test_a_mistake_in_a_warm_start_is_named() -> None:
@@ -225,47 +216,23 @@ def test_a_draft_model_gets_its_weights_from_disk_alone(flags: tuple[str, ...]) 
 
 
 @pytest.mark.parametrize(
-    ("url", "problem"),
+    "url",
     [
-        ("http://", "it has no host"),
-        ("http://:30000", "it has no host"),
-        ("http://::1:30000", "Port could not be cast"),
-        ("http://fe80::1:30000", "Port could not be cast"),
-        ("http://[::1:30000", "Invalid IPv6 URL"),
-        ("http://[h]:30000", "h"),
-        ("http://h:99999", "Port out of range"),
-        ("http://h:0", "its port is missing, or 0"),
-        ("http://h:", "its port is missing, or 0"),
-        ("http://h:port", "Port could not be cast"),
-        ("http://h 2:1", "it has a blank"),
-        ("http://h:1\n", "it has a blank"),
-        ("http://user@h:1", "it has a user"),
-        ("http://h:1?key=2", "it has a user, a query"),
-        ("ftp://h:1", "begins with neither"),
-        ("h:1", "begins with neither"),
+        *("http://", "http://:30000", "http://::1:30000", "http://[::1:30000", "http://[h]:30000"),
+        *("http://h:99999", "http://h:0", "http://h:", "http://h:port", "http://h 2:1", "http://h:1\n"),
+        *("http://user@h:1", "http://h:1?key=2", "ftp://h:1", "h:1"),
     ],
 )
-def test_an_address_that_no_server_has(url: str, problem: str) -> None:
+def test_an_address_that_no_server_has(url: str) -> None:
     [told] = EngineConfig(urls=(url,)).problems(100)
-    assert told.startswith(f"urls: {url!r} is not an address (")
-    assert problem in told
+    assert told == f"urls: {url!r} is not an address; write it as http://HOST:PORT"
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("http://h:1", "http://h:1/"),
-        ("http://h:80", "http://H"),
-        ("http://[::1]:30000", "http://[0:0::1]:30000/"),
-        ("https://h:443/a", "https://h/a/"),
-    ],
-)
-def test_a_server_is_named_once(first: str, second: str) -> None:
-    for url in (first, second):
-        assert not list(EngineConfig(urls=(url,)).problems(100))
-    [told] = EngineConfig(urls=(first, second)).problems(100)
+def test_addresses_of_servers() -> None:
+    urls = ("http://h:1", "http://h:2", "http://H", "http://[::1]:30000", "https://h:443/a/")
+    assert not list(EngineConfig(urls=urls).problems(100))
+    [told] = EngineConfig(urls=("http://h:1", "http://h:1/")).problems(100)
     assert told.startswith("urls names a server twice: ")
-    assert not list(EngineConfig(urls=(first, "http://[::2]:30000", "http://h:2")).problems(100))
 
 
 def test_a_server_that_reads_memory_needs_a_process_that_trains_on_its_gpu() -> None:
@@ -287,7 +254,6 @@ def test_a_server_that_reads_memory_needs_a_process_that_trains_on_its_gpu() -> 
         ("def recipe():\n    return 1 / 0", "ZeroDivisionError.*line 2"),
         ("x = 1\ndef recipe(:", r"SyntaxError\('invalid syntax'\) in .*bad\.py, line 2$"),
         ("import json\ndef recipe():\n    json.loads('{')", r"in .*bad\.py, line 3 \(from .*decoder\.py, "),
-        ("import sys\ndef recipe():\n    sys.exit(0)", r"ends the program by sys\.exit\(0\) in .*line 3: "),
     ],
 )
 def test_a_bad_recipe_is_named(text: str, message: str, tmp_path: Path) -> None:
@@ -298,10 +264,9 @@ def test_a_bad_recipe_is_named(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        load_recipe(tmp_path / "none.py", RunConfig)
-    with pytest.raises(ConfigError, match="is a folder: name a Python file in it"):
-        load_recipe(tmp_path, RunConfig)
+    for path in (tmp_path / "none.py", tmp_path):
+        with pytest.raises(ConfigError, match="is not a Python file, or does not exist"):
+            load_recipe(path, RunConfig)
 
 
 def test_what_a_recipe_prints_is_not_on_standard_output(

@@ -54,7 +54,6 @@ def test_flags_name_the_class_and_its_limits() -> None:
         ({"function": "tool.py"}, "{0}.function='tool.py' names no class"),
         ({"function": "tool.py:a b"}, "{0}.function='tool.py:a b' names no class"),
         ({"function": None, "settings": {"a": 1}}, "{0}.settings needs {0}.function"),
-        ({"step_limit_s": 601.0}, "{0}.step_limit_s=601 is above {0}.episode_limit_s=600"),
         ({"max_turns": 0}, "{1}.max_turns=0 must be"),
         ({"max_turns": "three"}, "{1}.max_turns='three' must be a whole number"),
         ({"history": "raw"}, "{1}.history='raw'"),

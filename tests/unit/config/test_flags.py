@@ -15,7 +15,6 @@ from bapo_megatron.config.flags import in_tyros_form, parse_options
 from bapo_megatron.config.recipe import load_recipe
 
 DEMO = Path("recipes/demo_cpu.py")
-SOURCE = '[{"path": "a.jsonl", "environment": %s}]'
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,6 @@ def test_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--algorithm.loss-settings", "high=4", 'high=4 is not a JSON object: write {"name": value}'),
         ("--algorithm.loss-settings", "[4]", "[4] is not a JSON object"),
         ("--algorithm.loss-settings", '{"b": }', '{"b": } is not a JSON object'),
-        ("--data.sources", SOURCE % '"tool.py:Tool"', 'is "tool.py:Tool": write an object such as'),
-        ("--data.sources", SOURCE % '{"turns": 3}', "environment of a source has no turns: its fields are"),
-        ("--data.sources", '[{"path": "a.jsonl", "wait": 2}]', "a source has no wait: its fields are path,"),
     ],
 )
 def test_a_value_of_another_form_is_named_with_the_right_one(

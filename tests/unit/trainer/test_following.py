@@ -16,6 +16,7 @@ from bapo_megatron.trainer.records.following import Follower, TrackedRow, Tracke
 from bapo_megatron.trainer.records.trackers import TrackedRun, redacted, tracked_run
 
 Written = tuple[int, dict[str, float]]
+PROJECT = {"logging.project": "sums"}
 
 
 class Store:
@@ -60,12 +61,14 @@ class FilesOfRun:
         self.paths = RunPaths(root)
         self.paths.trackers.mkdir()
         self.paths.wandb_id.write_text("0123abcd")
-        self.configured({"logging.project": "sums"})
+        self.configured({})
         self.steps, self.evaluations = JsonlLog(self.paths.metrics), JsonlLog(self.paths.evaluations)
 
     def configured(self, config: dict[str, Any], tracker: str = "wandb") -> TrackedRun:
         """What a tracker gets of a run with this configuration."""
-        self.paths.config.write_text(json.dumps({"format": 2, "config": {"name": "demo", **config}}))
+        self.paths.config.write_text(
+            json.dumps({"format": 2, "config": {"name": "demo", **PROJECT, **config}})
+        )
         return tracked_run(self.paths.root, tracker)
 
     @property
@@ -112,12 +115,10 @@ def follow(
     store: Store,
     resume_step: int = 0,
     wait: Waits | None = None,
-    is_evaluated: bool = True,
 ) -> bool:
     """Follow what is in the files, by default as a run's last rows."""
     console = io.StringIO()
-    begun = resume_step, is_evaluated
-    done = Follower(run.paths, "fake", *begun, store.client, wait or Waits(0), console).follow()
+    done = Follower(run.paths, "fake", resume_step, store.client, wait or Waits(0), console).follow()
     run.printed = console.getvalue()
     return done
 
@@ -144,7 +145,6 @@ def test_the_tracker_gets_the_configuration(run: FilesOfRun) -> None:
     assert {name: type(known.config[name]) for name in fields} == {n: type(v) for n, v in fields.items()}
     assert known.folder == run.paths.trackers
     former = {"logging.wandb_project": "older"}
-    assert run.configured(former).project == "older"
     for tracker, project in (("wandb", "older"), ("trackio", "sums"), ("mlflow", "sums")):
         assert run.configured({**former, "logging.project": "sums"}, tracker).project == project
 
@@ -181,6 +181,7 @@ def test_boards_get_a_configuration_without_keys(run: FilesOfRun, monkeypatch: p
     }
     assert run.configured(config).config == {
         "name": "demo",
+        **PROJECT,
         "data.path": "x",
         "reward.url": "http://***@host",
         "reward.settings": "{'key': '***', 'url': 'https://judge/v1?***', 'model': 'm'}",
@@ -285,19 +286,6 @@ def test_the_rows_of_a_long_run_are_not_held_together(run: FilesOfRun) -> None:
 def test_keys_are_not_printed(text: str, shown: str) -> None:
     keys = {"WANDB_API_KEY": "abcdef0123", "MLFLOW_TRACKING_PASSWORD": "hunter22", "HF_TOKEN": "x"}
     assert redacted(text, {**keys, "HOME": "/root"}) == shown
-
-
-@pytest.mark.parametrize("can_tell", [False, True])
-def test_an_evaluation_that_a_resumed_run_makes_again_is_sent(run: FilesOfRun, can_tell: bool) -> None:
-    """The run was stopped in the evaluation after its last step, which has a checkpoint."""
-    store = Store()
-    store.can_tell = can_tell
-    store.rows = [row(1), row(2)]
-    for step in (1, 2, 3):
-        run.step(step)
-    run.evaluation(2)
-    assert follow(run, store, resume_step=2, is_evaluated=False)
-    assert store.rows == [row(1), row(2), evaluation(2), row(3)]
 
 
 def test_an_evaluation_that_a_board_did_not_take_is_sent_again(run: FilesOfRun) -> None:

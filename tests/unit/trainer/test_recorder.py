@@ -1,18 +1,15 @@
-"""The row of a step, the notice of an idle search, a run's last event and the process that sends events."""
+"""The row of a step, what is warned of, a run's last event and the process that sends events."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -27,18 +24,14 @@ from bapo_megatron.config import (
     DataConfig,
     LoggingConfig,
     ModelConfig,
-    PartConfig,
     ReferenceKlConfig,
     RunConfig,
     SourceConfig,
 )
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
-from bapo_megatron.trainer.checks import check_one_sign
 from bapo_megatron.trainer.preflight import check_hooks
 from bapo_megatron.trainer.records.recorder import (
-    MOVED,
-    IdleSearch,
     Recorder,
     StepClock,
     cut_episodes,
@@ -96,23 +89,6 @@ def test_an_export_is_the_last_one_if_no_checkpoint_came_after_it(tmp_path: Path
         assert not recorder.is_exported(export), "it has the weights of another step"
 
 
-@pytest.mark.parametrize(
-    ("shares", "noted"),
-    [([0.9, 0.3], "60%"), ([0.5, 0.5], None), ([0.9, None, 0.9], "90%"), ([None], None), ([], None)],
-)
-def test_one_sign_searches_are_an_event(shares: list[float | None], noted: str | None) -> None:
-    """Where more than half of a step's tokens had such a search; on rank 0."""
-    notes, updates = Mock(), [{"bapo/one_sign_tokens": share} for share in shares]
-    check_one_sign(7, updates, notes)
-    check_one_sign(7, [{}], notes)  # a loss without searches
-    check_one_sign(7, updates, None)
-    taken = [
-        (kind, step, message.partition(" of ")[0])
-        for (kind, step, message), _ in notes.warning.call_args_list
-    ]
-    assert taken == ([("one_sign", 7, f"step 7: {noted}")] if noted else [])
-
-
 FINISHED = "sampled/environment/finish_"
 
 
@@ -147,7 +123,6 @@ def run_config(run_dir: Path) -> RunConfig:
 
 VALUED = {"wrong": -1.0, "on_failure": "value"}
 SEQUENCE = {"loss_mean": "sequence"}
-HELD_OUT = {"suites": ("s",), "temperature": 0.0}
 
 
 @pytest.mark.usefixtures("one_process_group")
@@ -158,7 +133,6 @@ HELD_OUT = {"suites": ("s",), "temperature": 0.0}
         ("reward", {**VALUED, "failed": -1.0}, ""),
         ("reward", {**VALUED, "failed": -2.0}, ""),
         ("reward", {**VALUED, "failed": 0.0, "function": "mine.reward:score"}, ""),
-        ("reward", {"failed": -1.0}, "reward.failed=-1 does nothing with reward.on_failure=leave_out"),
         ("reward", {"format_pattern": ".*"}, "reward.format_pattern changes no reward"),
         ("reward", {"format_pattern": ".*", "format_penalty": 0.1}, ""),
         ("reward", {"overlong_tokens": 9}, "reward.overlong_tokens=9 changes no reward"),
@@ -169,9 +143,6 @@ HELD_OUT = {"suites": ("s",), "temperature": 0.0}
         ("optimizer", {"warmup_updates": 99}, ""),
         ("optimizer", {"min_lr": 1e-7}, "optimizer.min_lr=1e-07 is where a decay ends"),
         ("optimizer", {"min_lr": 1e-7, "decay": "cosine"}, ""),
-        ("evaluation", {**HELD_OUT, "every": 5, "samples": 4}, "evaluation.samples=4 responses to a"),
-        ("evaluation", {**HELD_OUT, "every": 0, "samples": 4}, ""),
-        ("evaluation", {**HELD_OUT, "every": 5, "samples": 1}, ""),
         ("algorithm", {**SEQUENCE, "bounds": balanced()}, "algorithm.bounds.target=0.4 is no more"),
         ("algorithm", {**SEQUENCE, "bounds": paper()}, "those of its parts move by which responses they see"),
         ("algorithm", {**SEQUENCE, "bounds": replace(paper(), target=0.6)}, ""),
@@ -196,22 +167,6 @@ def test_a_setting_that_does_nothing_is_warned_of(
 
 
 @pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize(("logged", "goes_on"), [(None, False), (b"", False), (b"records", True)])
-def test_a_start_says_whether_the_journal_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], logged: bytes | None, goes_on: bool
-) -> None:
-    """A run that was killed before its first checkpoint starts at step 1, and keeps what it had sampled."""
-    if logged is not None:
-        (tmp_path / "journal").mkdir()
-        (tmp_path / "journal/segments-000001.log").write_bytes(logged)
-    Recorder(run_config(tmp_path), 1, True).close()
-    [event] = read_jsonl(tmp_path / "events.jsonl")
-    assert (event["kind"], event.get("segments")) == ("start", "kept" if goes_on else None)
-    kept = ", with the responses of its journal" if goes_on else ""
-    assert re.search(rf": start at step 1 of \d+, processes: 1{kept}\n", capsys.readouterr().out)
-
-
-@pytest.mark.usefixtures("one_process_group")
 def test_an_evaluation_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for first_step in (1, 5):  # the second continues from the checkpoint of step 4
         recorder = Recorder(run_config(tmp_path), first_step, True)
@@ -220,76 +175,27 @@ def test_an_evaluation_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.count("held-out problems after step 4: sums avg@2 50.0%\n") == 1
 
 
-FRESH: Metrics = {MOVED: None, "bapo/contribution": 0.1}
-
-
-def stale(moved: float = 0.0, share: float = 0.52) -> Metrics:
-    return {MOVED: moved, "bapo/contribution": share}
-
-
-REJECTED: Metrics = {"corrections/rejected_responses": 1.0, "masks/never_responses": 0.5}
-KEPT: Metrics = {"corrections/rejected_responses": 0.5, "masks/never_responses": 0.25}
+REJECTED: Metrics = {"corrections/rejected_responses": 1.0}
+KEPT: Metrics = {"corrections/rejected_responses": 0.5}
 
 
 @pytest.mark.usefixtures("one_process_group")
 def test_what_a_recorder_warns_of_is_an_event_and_printed_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Updates without responses: half and three quarters by the first mask, nothing by the second, the rest
-    by the corrections. An idle search, in step 4, is a note."""
-    run = run_config(tmp_path)
-    masks = (PartConfig("mine:never"), PartConfig("cut_responses"))
-    recorder = Recorder(replace(run, algorithm=replace(run.algorithm, masks=masks)), 1, True)
-    whole = {**REJECTED, "masks/never_responses": 1.0}
-    steps: list[list[Metrics]] = [[KEPT], [KEPT, REJECTED, KEPT, whole], [whole], [stale()] * 16]
-    for step, updates in enumerate(steps, 1):
+    recorder = Recorder(run_config(tmp_path), 1, True)
+    for step, updates in enumerate([[KEPT], [KEPT, REJECTED, KEPT, REJECTED], [REJECTED]], 1):
         recorder.step(step, updates, {"reward/mean": 0.0})
-    recorder.step(5, [KEPT], {"reward/mean": 0.0, f"{FINISHED}turns": 1.0})
+    recorder.step(4, [KEPT], {"reward/mean": 0.0, f"{FINISHED}turns": 1.0})
     recorder.no_updates()
     recorder.close()
-    rows = read_jsonl(tmp_path / "events.jsonl")
-    [cut] = [row for row in rows if row["kind"] == "episodes_cut"]
-    assert cut["message"].startswith("step 5: all episodes were cut, 100% at environment.max_turns=8")
-    events = [row for row in rows if row["kind"] == "all_rejected"]
-    no_step = "no optimizer step in update {} of updates.jsonl: all responses are rejected,"
-    never = "algorithm.masks[0]=mine:never"
-    assert [row["message"] for row in events] == [
-        f"step 2: {no_step.format('1, 3')} 75% by {never}, 25% by algorithm.corrections",
-        f"step 3: {no_step.format('0')} 100% by {never}",
+    _, *events = read_jsonl(tmp_path / "events.jsonl")
+    assert [(row["kind"], row["step"]) for row in events] == [
+        *(("all_rejected", 2), ("all_rejected", 3), ("episodes_cut", 4), ("no_updates", 100))
     ]
-    [idle] = [row for row in rows if row["kind"] == "bounds_idle"]
-    assert idle["step"] == 4
-    out = capsys.readouterr().out
-    assert out.count("note: the bounds have not moved") == 1
-    warnings = [line for line in out.splitlines() if line.startswith("warning: ")]
-    assert [line[:36] for line in warnings] == [
-        "warning: step 2: no optimizer step i",
-        "warning: step 5: all episodes were c",
-        "warning: the run has made no update,",
-    ]
-
-
-def test_stale_updates_without_a_move_give_one_notice() -> None:
-    idle = IdleSearch(paper())
-    assert [idle.observe(step, [FRESH, *[stale()] * 7]) for step in (1, 2)] == [None, None]
-    said = idle.observe(3, [FRESH, *[stale(share=0.5)] * 2]) or ""
-    for words in ("16 stale updates (steps 1 to 3)", "fixed(0.6, 1.2)", "0.52 of the", "target of 0.4 "):
-        assert words in said
-    assert idle.observe(4, [stale()] * 100) is None
-    assert "because" not in (IdleSearch(paper()).observe(1, [stale(share=0.25)] * 16) or "because")
-
-
-@pytest.mark.parametrize(
-    "updates",
-    [
-        [*[stale()] * 10, stale(1.0), *[stale()] * 20],
-        [{"bapo/contribution": 0.5}] * 50,  # fixed bounds, or a loss without them
-        [FRESH] * 50,
-        [stale()] * 15,
-    ],
-)
-def test_runs_whose_bounds_move_get_no_idle_notice(updates: list[Metrics]) -> None:
-    assert IdleSearch(paper()).observe(1, updates) is None
+    assert events[0]["message"].startswith("step 2: no optimizer step in update 1, 3 of updates.jsonl")
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert warnings == [f"warning: {events[place]['message']}" for place in (0, 2, 3)]
 
 
 @pytest.fixture
@@ -415,15 +321,6 @@ def test_a_dead_sender_is_told(config: RunConfig, hook: Webhook, capfd: pytest.C
     assert (
         "warning: logging.on_event: the process that sends events has ended with -9" in capfd.readouterr().err
     )
-
-
-def test_a_sender_that_cannot_be_started_costs_a_warning(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/no/python")
-    with sending_events(replace(config, logging=LoggingConfig(on_event=("true",)))):
-        pass
-    assert "warning: logging.on_event: events cannot be sent: " in capfd.readouterr().err
 
 
 def test_hooks_are_checked_before_the_run() -> None:

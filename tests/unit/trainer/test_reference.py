@@ -28,7 +28,7 @@ from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer import reference
-from bapo_megatron.trainer.preflight import check_reference, check_rollout_only
+from bapo_megatron.trainer.preflight import check_reference
 from bapo_megatron.trainer.reference import ReferenceRecord, load_reference, store_reference
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.trainer.update_loss import UpdateLoss
@@ -240,8 +240,3 @@ def test_another_reference_is_refused(config: Any, change: Any, says: str, tmp_p
     with pytest.raises(ConfigError, match=says):
         check(folder)
     check(folder, coefficient=0.0)  # nothing is loaded
-
-
-def test_a_run_that_only_samples_has_no_reference() -> None:
-    with pytest.raises(ConfigError, match=r"coefficient=0\.1: a run with --rollout-only"):
-        check_rollout_only(demo(coefficient=0.1), read_dataset=False)

@@ -1,4 +1,4 @@
-"""What a run with ``--rollout-only`` says of its steps, and whether BAPO can act on their groups: by hand."""
+"""What a run with ``--rollout-only`` says of its steps, and the shares of its searches: by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from bapo_megatron.trainer.rollout_only import (
     RESPONSES,
     SHARE,
     RolloutRecord,
-    outlook,
     sampled_shares,
     step_line,
     summary,
@@ -40,20 +39,18 @@ from tests.support.batches import header_in_memory, in_memory
 from tests.support.small_steps import group, rollout, run_config
 
 LossMean = Literal["token", "sequence"]
-PARTS = {"scope": "micro_batch", "bounds_tokens": 256}
-HALF = "with algorithm.loss_mean=sequence no lengths move the share from 1/2, so "
 
 METRICS: dict[str, float | None] = {
-    "reward/mean": 0.25,
-    "reward/correct_fraction": 0.5,
-    "rollout/length_mean": 17.6,
-    "rollout/length_max": 64.0,
-    "rollout/truncated_fraction": 0.125,
+    "sampled/reward/mean": 0.25,
+    "sampled/reward/correct_fraction": 0.5,
+    "sampled/rollout/length_mean": 17.6,
+    "sampled/rollout/length_max": 64.0,
+    "sampled/rollout/truncated_fraction": 0.125,
     "rollout/groups_sampled": 9.0,
     "rollout/groups_uniform": 3.0,
     "time/tokens_per_s": 1234.5,
-    "reward/failures": 2.0,
-    "reward/timeouts": 1.0,
+    "sampled/reward/failures": 2.0,
+    "sampled/reward/timeouts": 1.0,
 }
 
 
@@ -68,7 +65,7 @@ def test_the_line_of_a_step() -> None:
 def test_the_table() -> None:
     rows: list[dict[str, Any]] = [
         {"step": 1, **METRICS},
-        {"step": 2, **METRICS, "reward/mean": 0.75, "reward/failures": 5.0},
+        {"step": 2, **METRICS, "sampled/reward/mean": 0.75, "sampled/reward/failures": 5.0},
         {"step": 3, **dict.fromkeys(METRICS)},  # a step without a group
     ]
     events = [{"kind": kind} for kind in ("start", "engine_ready", "engine_lost", "resume", "engine_lost")]
@@ -195,39 +192,7 @@ def test_they_are_the_searches_of_a_run(loss_mean: LossMean) -> None:
     assert len(moved) > 12
 
 
-EQUAL, CHANCE = "BAPO will equal fixed(0.6, 1.2) ", "BAPO acts only by which responses each search"
-
-
-@pytest.mark.parametrize(
-    ("loss_mean", "share", "below", "bounds", "start"),
-    [
-        ("token", 0.3, 0.5, {}, "BAPO can act on this data:"),
-        ("token", 0.3, 0.25, {}, "BAPO can act on this data at times, and will mostly equal fixed(0.6, 1.2)"),
-        ("token", 0.45, 0.0, {}, EQUAL),
-        ("token", 0.3, 0.5, PARTS, "BAPO can act on this data:"),
-        # As the study's paper() at 0.454: its searches see five responses, and moved in 96 % of the updates.
-        ("token", 0.454, 0.45, PARTS, CHANCE),
-        ("token", 0.454, 0.0, PARTS, EQUAL),
-        ("sequence", 0.5, 0.0, {}, f"{HALF}{EQUAL}"),
-        ("sequence", 0.5, 0.3, PARTS, f"{HALF}{CHANCE}"),
-        ("sequence", 0.5, 1.0, {"target": 0.6}, "BAPO can act on this data:"),
-    ],
-)
-def test_the_sentence(
-    loss_mean: LossMean, share: float, below: float, bounds: dict[str, Any], start: str
-) -> None:
-    rows = [
-        {SHARE: share + 0.1, BELOW: below, RESPONSES: 4.5},
-        {SHARE: share - 0.1, BELOW: below, RESPONSES: 5.5},
-    ]
-    said = outlook([*rows, {SHARE: None, BELOW: None}, {}], algorithm_of(loss_mean, **bounds)) or ""
-    assert said.startswith(start)
-    for figure in (f"{share:.3f}", f"target of {bounds.get('target', 0.4)}", f"{below:.1%}", "5 responses"):
-        assert figure in said
-    assert outlook([{SHARE: 0.3, BELOW: None}], algorithm_of(loss_mean, **bounds)) is None
-
-
-def test_a_rollout_only_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rollout_only_run_writes_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Uniform groups are those that were dropped and those that were kept."""
     logging = LoggingConfig(tensorboard=False)
     config = run_config(algorithm_of(), steps=1, run_dir=tmp_path, logging=logging)
@@ -237,20 +202,15 @@ def test_a_rollout_only_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     batch = StepBatch(groups, {"rollout/groups_dropped": 4.0, "rollout/tokens": 4.0, **cut})
     record.step(1, header_in_memory(batch), StepClock())
     record.finish()
-    record.finish()  # a finished run that is started again says it again, and records it once
     record.close()
     [row] = read_jsonl(tmp_path / "metrics.jsonl")
     assert row["rollout/groups_uniform"] == 4 + 2
     assert "policy/updates" not in row
     assert (row[SHARE], row[BELOW]) == (pytest.approx(0.25), 1.0)
     told = capsys.readouterr().out
-    for kind, begins in (
-        ("bapo_outlook", "BAPO can act on this data: positive tokens hold 0.250"),
-        ("episodes_cut", "step 1: all episodes were cut, 100% at environment.max_turns=8"),
-    ):
-        [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == kind]
-        assert event["message"].startswith(begins)
-        assert event["message"] in told
+    [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "episodes_cut"]
+    assert event["message"].startswith("step 1: all episodes were cut, 100% at environment.max_turns=8")
+    assert event["message"] in told
 
 
 def share_of(*groups: Group, loss_mean: LossMean = "token") -> float | None:

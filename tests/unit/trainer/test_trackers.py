@@ -159,7 +159,6 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def test_missing_tracker_packages_are_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     only(monkeypatch)
     names = ("tensorboard", "wandb", "trackio", "mlflow")
     with pytest.raises(ConfigError, match="pip install") as error:
@@ -169,15 +168,6 @@ def test_missing_tracker_packages_are_an_error_before_the_run(monkeypatch: pytes
     check_logging(LoggingConfig(trackers=()))
     only(monkeypatch, "wandb")
     check_logging(LoggingConfig(trackers=("wandb",)))
-    mlflow = LoggingConfig(trackers=("mlflow",))
-    only(monkeypatch, "mlflow", "sqlalchemy")
-    with pytest.raises(ConfigError, match="sqlalchemy and alembic, for a database in the run directory"):
-        check_logging(mlflow)
-    only(monkeypatch, "mlflow", "sqlalchemy", "alembic")
-    check_logging(mlflow)
-    only(monkeypatch, "mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host")  # a server has its own
-    check_logging(mlflow)
 
 
 def test_each_board_has_one_install_line(monkeypatch: pytest.MonkeyPatch) -> None:

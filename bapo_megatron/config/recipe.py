@@ -55,14 +55,12 @@ def load_recipe(path: Path, kind: type[C]) -> C:
 
 
 def _place(error: BaseException, recipe: str | None) -> str:
-    """File and line of an error: the recipe's last line in the traceback, and the line that raised it."""
+    """File and line of an error: the recipe's last line in the traceback."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"in {error.filename}, line {error.lineno}"  # the traceback ends in the importer
     frames = traceback.extract_tb(error.__traceback__)
-    raised = frames[-1]
-    asked = next((frame for frame in reversed(frames) if frame.filename == recipe), raised)
-    text = f"in {asked.filename}, line {asked.lineno}"
-    return text if asked is raised else f"{text} (from {raised.filename}, line {raised.lineno})"
+    frame = next((frame for frame in reversed(frames) if frame.filename == recipe), frames[-1])
+    return f"in {frame.filename}, line {frame.lineno}"
 
 
 def _serve_former_paths() -> None:

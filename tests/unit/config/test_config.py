@@ -51,6 +51,7 @@ def test_a_good_run_passes() -> None:
     reward = RewardConfig("my.rewards:score", overlong_tokens=199, overlong_penalty=0.1, format_pattern=".*")
     dataclasses.replace(GOOD, reward=reward).check()
     altered(GOOD, {"rollout.budget_tokens": 100, "rollout.max_staleness": 1}).check()
+    check_new_run(altered(GOOD, {"checkpoint.every": 10, "checkpoint.keep_every": 20}))
 
 
 @pytest.mark.parametrize(("last", "steps"), [(True, [0, 2, 3]), (False, [0, 2])])
@@ -66,8 +67,6 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
     ("change", "message"),
     [
         ({"steps": 0}, "steps=0 must be at least 1"),
-        ({"steps": "3"}, "steps='3'"),
-        ({"model.hf_path": "a string"}, "model.hf_path='a string'"),
         ({"optimizer": None}, "optimizer=None"),
         ({"profile.steps": (1, "2")}, r"profile.steps=\(1, '2'\) must be a list, each item a whole number$"),
         ({"optimizer.beta2": 1.5}, "optimizer.beta2=1.5 must be at least 0 and below 1"),
@@ -77,11 +76,8 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
         ({"parallel.sequence": True}, "parallel.sequence needs parallel.tensor"),
         ({"parallel.virtual": 2}, "parallel.virtual=2 needs parallel.pipeline"),
         ({"rollout.budget_tokens": 66, "rollout.max_staleness": 2}, "s=66 .*set rollout.max_staleness=3$"),
-        ({"rollout.budget_tokens": 100, "rollout.max_staleness": 0}, "s=100 .*set rollout.max_staleness=1$"),
         ({"checkpoint.every": 10, "checkpoint.export_every": 25}, "export_every=25 .*=10.*: set it to 20$"),
-        ({"checkpoint.every": 10, "checkpoint.export_every": 4}, "set it to 10$"),
         ({"checkpoint.after_export": "up '{folder}"}, "after_export=.*no closing quotation"),
-        ({"checkpoint.after_export": " "}, "after_export=' ': it is empty"),
         ({"logging.on_event": ("mail 'me",)}, "on_event=.*no closing quotation"),
         ({"evaluation.every": 5}, "evaluation.every=5 needs evaluation.suites"),
         ({"checkpoint.keep_best": 1}, "keep_best=1 needs evaluation.every"),
@@ -104,7 +100,6 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
         ({"reward.overlong_penalty": 0.1}, "needs reward.overlong_tokens"),
         ({"algorithm.updates_per_epoch": 65}, "an update needs at least one group"),
         ({"algorithm.advantage": "ppo"}, "algorithm.advantage='ppo'"),
-        ({"algorithm.loss_settings": [("a", 2.0)]}, "algorithm.loss_settings=.* must be a table"),
         ({"algorithm.importance_level": "sequence"}, "importance_level=sequence needs algorithm.importance"),
         ({"algorithm.corrections.geometric_max": 1.1}, "geometric_max=1.1 compares .*: set that to trainer"),
         (
@@ -131,7 +126,6 @@ def test_a_mistake_is_named(change: dict[str, Any], message: str) -> None:
     [
         ({"checkpoint.every": 10, "checkpoint.keep_every": 25}, "keep_every=25 .*=10.*: set it to 20$"),
         ({"algorithm.bounds": fixed(0.2, 0.28)}, "bounds from 0.2 to 0.28 clip all .* 0.8 and 1.28$"),
-        ({"algorithm.bounds": fixed(1.0, 1.2)}, "bounds from 1 to 1.2 clip all tokens of a sign"),
     ],
 )
 def test_a_run_that_has_begun_with_a_mistake_goes_on(
@@ -144,11 +138,6 @@ def test_a_run_that_has_begun_with_a_mistake_goes_on(
         check_new_run(config)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     check_new_run(config)
-
-
-def test_a_good_new_run_passes(tmp_path: Path) -> None:
-    milestones = CheckpointConfig(every=10, keep_every=20)
-    check_new_run(dataclasses.replace(GOOD, run_dir=tmp_path, checkpoint=milestones))
 
 
 def test_a_mistake_in_a_warm_start_is_named() -> None:
@@ -180,10 +169,8 @@ def check_servers(**settings: Any) -> None:
         ({"colocated": True, "on_update": "in_place"}, "colocated .*leave on_update out"),
         ({"sync": "ipc"}, "sync=ipc needs colocated=true.*use disk or broadcast"),
         ({"flags": ("--max-queued-requests=64",)}, "flags: --max-queued-requests fails requests"),
-        ({"flags": ("--hicache-storage-backend", "file")}, "flags: --hicache-storage-backend keeps keys"),
         ({"flags": ("--hicache-storage-backend=file",)}, "flags: --hicache-storage-backend keeps keys"),
         ({"flags": ("--enable-lmcache",)}, "flags: --enable-lmcache keeps keys"),
-        ({"flags": ("--enable-flexkv",)}, "flags: --enable-flexkv keeps keys"),
     ],
 )
 def test_what_does_not_go_with_servers(settings: dict[str, Any], message: str) -> None:
@@ -253,7 +240,7 @@ def test_a_server_that_reads_memory_needs_a_process_that_trains_on_its_gpu() -> 
         ("import missing_module_of_nobody", "No module named 'missing_module_of_nobody'.*line 1"),
         ("def recipe():\n    return 1 / 0", "ZeroDivisionError.*line 2"),
         ("x = 1\ndef recipe(:", r"SyntaxError\('invalid syntax'\) in .*bad\.py, line 2$"),
-        ("import json\ndef recipe():\n    json.loads('{')", r"in .*bad\.py, line 3 \(from .*decoder\.py, "),
+        ("import json\ndef recipe():\n    json.loads('{')", r"in .*bad\.py, line 3$"),
     ],
 )
 def test_a_bad_recipe_is_named(text: str, message: str, tmp_path: Path) -> None:

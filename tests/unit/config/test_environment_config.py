@@ -51,11 +51,9 @@ def test_flags_name_the_class_and_its_limits() -> None:
     ("fields", "message"),
     [
         ({"function": "Name"}, "{0}.function='Name' names no class"),
-        ({"function": "tool.py"}, "{0}.function='tool.py' names no class"),
         ({"function": "tool.py:a b"}, "{0}.function='tool.py:a b' names no class"),
         ({"function": None, "settings": {"a": 1}}, "{0}.settings needs {0}.function"),
         ({"max_turns": 0}, "{1}.max_turns=0 must be"),
-        ({"max_turns": "three"}, "{1}.max_turns='three' must be a whole number"),
         ({"history": "raw"}, "{1}.history='raw'"),
     ],
 )
@@ -234,8 +232,6 @@ def test_a_flag_is_a_json_object_and_replaces_the_recipes() -> None:
     [
         ("--algorithm.loss=bapo_megatron.types:Missing", "bapo_megatron.types has no class Missing"),
         ("--algorithm.loss=no_such_module:Loss", "importing no_such_module failed"),
-        ("--reward.function=bapo_megatron.types:missing", "bapo_megatron.types has no function missing"),
-        ("--rollout.engine=bapo_megatron.types:Missing", "bapo_megatron.types has no class Missing"),
         ("--environment.function=bapo_megatron.types:Missing", "bapo_megatron.types has no class Missing"),
     ],
 )

@@ -23,12 +23,9 @@ SHAPE = read_model_shape(FOLDER / "shapes/DeepSeek-R1-Distill-Qwen-7B")
 @pytest.mark.parametrize(
     ("layers", "pipeline", "virtual", "listed", "chunks", "stages"),
     [
-        (8, 4, 1, (), (2, 2, 2, 2), [2, 2, 2, 2]),
         (94, 4, 1, (), (23, 24, 24, 23), [23, 24, 24, 23]),  # Qwen3-235B-A22B
-        (94, 8, 1, (), (11, 12, 12, 12, 12, 12, 12, 11), [11, 12, 12, 12, 12, 12, 12, 11]),
         (94, 4, 2, (), (11, 12, 12, 12, 12, 12, 12, 11), [23, 24, 24, 23]),
         (28, 8, 1, (), (3, 3, 3, 4, 4, 4, 4, 3), [3, 3, 3, 4, 4, 4, 4, 3]),
-        (5, 4, 1, (), (1, 1, 2, 1), [1, 1, 2, 1]),
         (7, 2, 2, (), (2, 2, 2, 1), [4, 3]),
         (10, 2, 2, (1, 4, 2, 3), (1, 4, 2, 3), [3, 7]),
     ],
@@ -52,11 +49,9 @@ EXPERTS = resized(SHAPE, experts=Experts(count=6, per_token=2, ffn=40, normalize
     [
         ({"pipeline": 2, "virtual": 2, "pipeline_layers": (4, 4, 4)}, None, "has 3 numbers.* give 4 numbers"),
         ({"pipeline": 2, "pipeline_layers": (28, 0)}, None, "pipeline_layers=28 0 leaves"),
-        ({"tensor": 8}, SHAPE, r"attention heads \(28\): use one of \[1, 2, 4\]"),
         ({"pipeline": 16, "virtual": 2}, SHAPE, "makes 32 model chunks .* 28 layers: use at most 28"),
         ({"pipeline": 4, "pipeline_layers": (8,) * 4}, SHAPE, "32 layers, but .* 28: .* for 7 7 7 7$"),
         ({"expert": 2, "data": 2}, SHAPE, "2 x 1, but the model has no experts: leave both at 1"),
-        ({"expert": 4, "data": 4}, EXPERTS, r"experts \(6\): use one of \[1, 2, 3, 6\]"),
         ({"expert_tensor": 3, "data": 3}, EXPERTS, r"experts' width \(40\): use one of \[1, 2, 4, 5, 8,"),
         ({"tensor": 2}, EXPERTS, "needs sequence parallelism: set parallel.sequence=True"),
         ({"expert": 2, "data": 1}, EXPERTS, "tensor x context x data = 1 x 1 x 1 = 1$"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import sys
@@ -59,7 +58,6 @@ STATED = {
     "qwen3_6_35b_a3b": (16384, 16),
     "qwen3_235b_a22b": (16384, 128),
 }
-RECIPES = [*CLUSTER_RECIPES, *sorted(FOLDER.glob("demo*.py"))]
 SPLIT = ("octothinker_llama_3b", "partial_rollout_7b", "qwen2_5_7b_tools")
 """On one node, each GPU for one task."""
 COLOCATED = [
@@ -91,10 +89,6 @@ def test_the_list_is_whole() -> None:
     assert [path.stem for path in CLUSTER_RECIPES] == sorted(STATED)
 
 
-def docstring(path: Path) -> str:
-    return " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
-
-
 def plan_page(path: Path, *flags: str) -> str:
     with redirect_stdout(StringIO()) as page:
         assert bapo(["plan", str(path), *flags]) == 0
@@ -120,16 +114,6 @@ def test_a_recipe_is_sound(path: Path) -> None:
     assert run.rollout.engine == "sglang"
     assert (run.rollout.drop_uniform_groups, run.rollout.max_oversampling) == (True, 3.0)
     assert run.reward == RewardConfig()  # a box decides, no penalty for length
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_names_its_preset_and_says_why(path: Path) -> None:
-    found = re.search(r"Preset: (none;|[^`]*`(.+?)`(,| with the ranges above,) (\w+))", docstring(path))
-    assert found, "no line begins with Preset:"
-    if found[2]:
-        named = eval(found[2], {one.__name__: one for one in (clip_higher, fixed, grpo, paper)})
-        bounds = load_recipe(path, RunConfig).algorithm.bounds
-        assert bounds == (BOUNDS[path.stem] if "ranges" in found[3] else named)
 
 
 @pytest.mark.parametrize("path", CLUSTER_RECIPES, ids=lambda path: path.stem)
@@ -219,30 +203,6 @@ def test_a_tool_that_prints_all_it_may_leaves_the_model_half_of_its_response(nam
     assert calls * settings.most_characters / 2.5 <= run.rollout.max_response_tokens / 2
     assert calls * settings.limit_s < run.environment.step_limit_s
     assert run.data.path == Path("data/skywork_python/data.jsonl")
-
-
-ASYMMETRIC = " ".join(
-    f"--algorithm.bounds.{end} {value}"
-    for end, value in (("low-start", 0.5), ("low-end", 0.5), ("high-start", 1.2), ("high-end", 1.2))
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [
-        (BASE, "--rollout.max-response-tokens 32768 --batch.pack-tokens 34816 --batch.recompute selective"),
-        (f"{BASE}_asymmetric", ASYMMETRIC),
-    ],
-)
-def test_flags_that_a_docstring_names_fit_too(name: str, flags: str) -> None:
-    assert flags in docstring(cluster_recipe(name))
-    assert plan(name, *flags.split())["fits"]
-
-
-@pytest.mark.parametrize("variant", ["", "_grpo", "_clip_higher"])
-def test_levels_of_staleness_by_a_flag(variant: str) -> None:
-    assert "; 8 a step:" in plan_page(cluster_recipe(f"{BASE}{variant}"), "--algorithm.reuse-epochs", "8")
-    assert load(f"{BASE}{variant}").algorithm.reuse_epochs == 4
 
 
 def test_the_demo_has_the_default_preset() -> None:

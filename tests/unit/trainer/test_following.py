@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -260,19 +259,6 @@ def test_a_line_that_is_being_written_waits(run: FilesOfRun) -> None:
     assert [*rows.new()] == [TrackedRow(2, False, {"a": 1.0})]
 
 
-def test_the_rows_of_a_long_run_are_not_held_together(run: FilesOfRun) -> None:
-    """At each start an observer reads all of them: of 50,000 steps they would take 460 MB."""
-    numbers = "".join(f', "m{number}": {number}.5' for number in range(60))
-    run.paths.metrics.write_text("".join(f'{{"step": {step}{numbers}}}\n' for step in range(1, 1001)))
-    run.paths.evaluations.write_text('{"step": 0, "a": 1}\n{"step": 2, "a": 2}\n')
-    tracemalloc.start()
-    steps = [row.step for row in TrackedRows(run.paths).new()]
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert (steps[:5], len(steps)) == ([0, 1, 2, 2, 3], 1002)
-    assert peak < 500_000  # of 6 MB
-
-
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -286,20 +272,3 @@ def test_the_rows_of_a_long_run_are_not_held_together(run: FilesOfRun) -> None:
 def test_keys_are_not_printed(text: str, shown: str) -> None:
     keys = {"WANDB_API_KEY": "abcdef0123", "MLFLOW_TRACKING_PASSWORD": "hunter22", "HF_TOKEN": "x"}
     assert redacted(text, {**keys, "HOME": "/root"}) == shown
-
-
-def test_an_evaluation_that_a_board_did_not_take_is_sent_again(run: FilesOfRun) -> None:
-    store = Store()
-    run.step(1)
-    run.evaluation(1)
-    failures = [OSError("gone")]
-
-    class Failing(Client):
-        def write(self, step: int, metrics: dict[str, float]) -> None:
-            if "eval/mean" in metrics and failures:
-                raise failures.pop()
-            super().write(step, metrics)
-
-    store.client = lambda _run: Failing(store)  # type: ignore[method-assign]
-    assert follow(run, store, wait=Waits(2))
-    assert store.rows == [row(1), evaluation(1)]

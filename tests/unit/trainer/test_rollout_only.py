@@ -31,7 +31,6 @@ from bapo_megatron.trainer.rollout_only import (
     SHARE,
     RolloutRecord,
     sampled_shares,
-    step_line,
     summary,
 )
 from bapo_megatron.types import Group, Metrics, StepBatch
@@ -52,14 +51,6 @@ METRICS: dict[str, float | None] = {
     "sampled/reward/failures": 2.0,
     "sampled/reward/timeouts": 1.0,
 }
-
-
-def test_the_line_of_a_step() -> None:
-    assert re.split(r" {2,}", step_line(3, 12, METRICS)) == [
-        *("step", "3/12", "reward 0.250", "right 50.0%", "length 18 (max 64, cut off 12.5%)"),
-        *("uniform 3 of 9 groups", "tokens/s 1234", "failed 2 (timed out 1)"),
-    ]
-    assert "reward -  right -  length - (max -, cut off -)" in step_line(1, 1, {})
 
 
 def test_the_table() -> None:

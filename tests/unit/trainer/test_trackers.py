@@ -194,11 +194,9 @@ def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("fields", "chosen"),
     [
         ({}, ["tensorboard"]),
-        ({"tensorboard": False}, []),
         ({"wandb_project": "x"}, ["tensorboard", "wandb"]),
         ({"tensorboard": False, "wandb_project": "x"}, ["wandb"]),
         ({"trackers": ("mlflow", "wandb", "mlflow"), "wandb_project": "x"}, ["mlflow", "wandb"]),
-        ({"trackers": ()}, []),
     ],
 )
 def test_former_fields_choose_too(fields: dict[str, Any], chosen: list[str]) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import AlgorithmConfig, EvaluationConfig
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Need
-from bapo_megatron.train import next_batch, train, train_on
+from bapo_megatron.train import next_batch, train_on
 from bapo_megatron.trainer import flow_control
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.flow_control import evaluate_if_due, give_gpus_to_engines, give_gpus_to_policy
@@ -273,20 +271,6 @@ def test_preemption_while_waiting_for_the_sampler_saves_first(monkeypatch: pytes
         next_batch(run, 4)
     assert begun_of(run) == [(3, 0)]
     assert sampler.kept_from == [0], "the journal since the oldest checkpoint, not the newest"
-
-
-def test_a_run_is_saved_at_its_interval_and_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved: list[int] = []
-    for name in ("evaluate_if_due", "give_gpus_to_engines", "next_batch", "give_gpus_to_policy", "train_on"):
-        monkeypatch.setattr(f"bapo_megatron.train.{name}", Mock())
-    for name in ("_record", "check_updates", "finalize_checkpoint"):
-        monkeypatch.setattr(f"bapo_megatron.train.{name}", Mock())
-    monkeypatch.setattr("bapo_megatron.train.profiled", lambda *_: nullcontext())
-    monkeypatch.setattr("bapo_megatron.train.begin_checkpoint", lambda _run, step: saved.append(step))
-    run = Mock(first_step=2)
-    run.config.steps, run.config.checkpoint.every = 7, 3
-    train(run)
-    assert saved == [3, 6, 7]
 
 
 def test_a_partly_trained_step_resumes_after_its_last_update(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,57 +5,30 @@ dataclasses are frozen and accept any value: ``check`` raises one ConfigError wi
 there is none, every broken range and rule.
 """
 
-from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.algo.corrections import CorrectionsConfig
-from bapo_megatron.algo.papo_schedule import PapoConfig as PolarityConfig
-from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
-from bapo_megatron.config.engines import EngineConfig, SglangConfig
-from bapo_megatron.config.parts import PartConfig
-from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.config.run import (
-    CheckpointConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    ProfileConfig,
-    RunConfig,
-    SftConfig,
-)
-from bapo_megatron.config.sections import (
-    AlgorithmConfig,
-    BatchConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RewardConfig,
-    RolloutConfig,
-)
-from bapo_megatron.config.sources import EnvironmentConfig, SourceConfig
+from bapo_megatron.algo.bounds import BoundsConfig as BoundsConfig
+from bapo_megatron.algo.corrections import CorrectionsConfig as CorrectionsConfig
+from bapo_megatron.algo.papo_schedule import PapoConfig
+from bapo_megatron.algo.reference_kl_config import DistillationConfig as DistillationConfig
+from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig as ReferenceKlConfig
+from bapo_megatron.config.engines import EngineConfig as EngineConfig
+from bapo_megatron.config.engines import SglangConfig as SglangConfig
+from bapo_megatron.config.parts import PartConfig as PartConfig
+from bapo_megatron.config.recipe import load_recipe as load_recipe
+from bapo_megatron.config.run import CheckpointConfig as CheckpointConfig
+from bapo_megatron.config.run import EvaluationConfig as EvaluationConfig
+from bapo_megatron.config.run import LoggingConfig as LoggingConfig
+from bapo_megatron.config.run import ProfileConfig as ProfileConfig
+from bapo_megatron.config.run import RunConfig as RunConfig
+from bapo_megatron.config.run import SftConfig as SftConfig
+from bapo_megatron.config.sections import AlgorithmConfig as AlgorithmConfig
+from bapo_megatron.config.sections import BatchConfig as BatchConfig
+from bapo_megatron.config.sections import DataConfig as DataConfig
+from bapo_megatron.config.sections import ModelConfig as ModelConfig
+from bapo_megatron.config.sections import OptimizerConfig as OptimizerConfig
+from bapo_megatron.config.sections import ParallelConfig as ParallelConfig
+from bapo_megatron.config.sections import RewardConfig as RewardConfig
+from bapo_megatron.config.sections import RolloutConfig as RolloutConfig
+from bapo_megatron.config.sources import EnvironmentConfig as EnvironmentConfig
+from bapo_megatron.config.sources import SourceConfig as SourceConfig
 
-__all__ = [
-    "AlgorithmConfig",
-    "BatchConfig",
-    "BoundsConfig",
-    "CheckpointConfig",
-    "CorrectionsConfig",
-    "DataConfig",
-    "DistillationConfig",
-    "EngineConfig",
-    "EnvironmentConfig",
-    "EvaluationConfig",
-    "LoggingConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PartConfig",
-    "PolarityConfig",
-    "ProfileConfig",
-    "ReferenceKlConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SftConfig",
-    "SglangConfig",
-    "SourceConfig",
-    "load_recipe",
-]
+PolarityConfig = PapoConfig

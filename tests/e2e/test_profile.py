@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.cli import run as bapo
 from tests.support.metrics import results
 from tests.support.short_runs import TWO, finish, start
 
@@ -29,17 +28,3 @@ def test_a_step_of_a_rank_is_traced(tmp_path: Path) -> None:
     finish(start(plain, *FEW))
     assert not (plain / "profile").exists()
     assert results(traced) == results(plain)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--profile.steps", "41"], "profile.steps has 41: the run has steps 1 to 30"),
-        (["--profile.steps", "2", "--profile.ranks", "1"], "profile.ranks has 1: the run has ranks 0 to 0"),
-    ],
-)
-def test_profile_of_a_missing_step_or_rank_is_refused(
-    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bapo(["train", "recipes/demo_cpu.py", f"--run-dir={tmp_path / 'run'}", *flags]) == 2
-    assert message in capsys.readouterr().err

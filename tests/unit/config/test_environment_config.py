@@ -11,7 +11,6 @@ from typing import Any, get_args
 import pytest
 
 from bapo_megatron import cli
-from bapo_megatron.algo.bounds import grpo
 from bapo_megatron.checkpoint.run_directory import check_same_run, store_config
 from bapo_megatron.commands.recipe_flags import check_names, parse_flags
 from bapo_megatron.config import (
@@ -242,17 +241,3 @@ def test_planning_refuses_code_that_is_not_there(
     said = capsys.readouterr().err
     assert message in said
     assert flag.removeprefix("--").partition("=")[0] in said
-
-
-def test_planning_refuses_what_a_registered_loss_does_not_take() -> None:
-    fixed_held = altered(RUN, {"algorithm.bounds": grpo(), "batch.hold_forwards": True})
-    for run, message in (
-        (with_settings(RUN, temperature=2.0), "algorithm.loss=sapo has no such setting"),
-        (with_settings(RUN, temperature_positive=0), "temperature_positive=0 must be above 0"),
-        (fixed_held, "algorithm.loss=clip with fixed bounds makes none"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            check_names(run)
-    check_names(
-        altered(RUN, {"algorithm.loss": "lab.on_the_cluster:Loss", "algorithm.loss_settings": {"a": 2}})
-    )

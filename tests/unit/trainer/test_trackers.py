@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import os
 import runpy
 import sys
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer import preflight
 from bapo_megatron.trainer.preflight import check_logging
-from bapo_megatron.trainer.records.trackers import MlflowTracker, TrackedRun, TrackioTracker, WandbTracker
+from bapo_megatron.trainer.records.trackers import MlflowTracker, TrackedRun, WandbTracker
 
 STEP = {"time/step_s": 2.0, "reward/mean": 0.5, "staleness/16+/tokens": 1.0}
 
@@ -86,19 +84,6 @@ def test_boards_are_told_how_the_run_has_ended(
     assert ends == ([] if end is None else [state])
 
 
-def test_trackio_continues_the_run_of_its_name(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", "")  # set and empty: not set
-    init = MagicMock()
-    module(monkeypatch, "trackio", init=init)
-    tracker = TrackioTracker(run)
-    asked = init.call_args.kwargs
-    assert (asked["project"], asked["name"], asked["resume"]) == ("sums", "demo-01234567", "allow")
-    assert os.environ["TRACKIO_DIR"] == str(run.folder / "trackio")
-    assert tracker.last_step() is None
-    tracker.write(4, STEP)
-    init.return_value.log.assert_called_once_with(STEP, step=4)
-
-
 @pytest.fixture
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     """The client of a store without a run."""
@@ -146,28 +131,6 @@ def test_mlflow_at_an_address(run: TrackedRun, mlflow: MagicMock, monkeypatch: p
     sys.modules["mlflow"].MlflowClient.assert_called_once_with(tracking_uri="http://host:5000")
     mlflow.create_experiment.assert_called_once_with("sums", artifact_location=None)
     assert not (run.folder / "mlflow").exists()
-
-
-def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    def find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
-        origin = "/site-packages/x.py" if name in names else None
-        found = importlib.machinery.ModuleSpec(name, None, origin=origin)
-        found.has_location = origin is not None
-        return found if name in names or name == "a folder" else None
-
-    monkeypatch.setattr(preflight, "find_spec", find_spec)
-
-
-def test_missing_tracker_packages_are_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch)
-    names = ("tensorboard", "wandb", "trackio", "mlflow")
-    with pytest.raises(ConfigError, match="pip install") as error:
-        check_logging(LoggingConfig(trackers=names))
-    for name, line in zip(names, str(error.value).splitlines(), strict=True):
-        assert f'{name}, but {name} is not installed: `pip install "{name}' in line.replace("-skinny", "")
-    check_logging(LoggingConfig(trackers=()))
-    only(monkeypatch, "wandb")
-    check_logging(LoggingConfig(trackers=("wandb",)))
 
 
 def test_each_board_has_one_install_line(monkeypatch: pytest.MonkeyPatch) -> None:

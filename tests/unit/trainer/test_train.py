@@ -75,22 +75,6 @@ def begun_of(run: Run) -> list[tuple[int, int]]:
     return [moment for moment, _ in run.checkpoints.begun]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("settings", "column", "expected"),
-    [  # rewards 0 and 1: mean 1/2, sample standard deviation 1 / sqrt(2); lengths 1 and 3: mean 2
-        ({"advantage": "dr_grpo"}, "advantage_T", [-0.5, 0.5]),
-        ({"advantage": "grpo"}, "advantage_T", [-(0.5**0.5), 0.5**0.5]),
-        ({"loss_mean": "token"}, "weight_T", [1.0]),
-        ({"loss_mean": "sequence"}, "weight_T", [2 / 3, 2.0]),
-    ],
-)
-def test_advantages_and_weights(settings: dict[str, Any], column: str, expected: list[float]) -> None:
-    run, policy = run_with(**settings)
-    train_on(run, 1, batch_of([1, 3]))
-    values = {float(v) for pack in policy.packs[0] for v in getattr(pack, column)[pack.mask_T != 0]}
-    assert sorted(values) == pytest.approx(expected, abs=1e-5)
-
-
 def test_bounds_are_searched_over_the_whole_update() -> None:
     """Ratio 2 everywhere. Positive tokens are dead until c_high passes 2.0: 17 moves from 1.2 to 2.05."""
     run, policy = run_with(bounds=balanced(), advantage="dr_grpo")

@@ -72,6 +72,24 @@ async def test_a_run_continues_without_a_failed_engine(tmp_path: Path) -> None:
         await until(lambda: world.pool.up == 2)  # and comes back by itself
 
 
+async def test_requests_of_a_lost_engine_are_resent_at_once(tmp_path: Path) -> None:
+    """The engine hangs, then one request fails: its other requests do not wait for their deadlines."""
+    bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+    bad.gate.clear()
+
+    def fail_once(request: GenerateRequest) -> None:
+        if len(bad.asked) == 6:
+            bad.ready = False  # or it would come back at once, and hang with what it is given then
+            raise OSError("reset by peer")
+
+    bad.trouble = fail_once
+    world = World(tmp_path, [bad, good])
+    async with world.sampling(most=6):
+        batch = await world.batch(1, wait_s=20.0)
+    assert len(batch.groups) == 4
+    assert len(bad.asked) >= 6
+
+
 def test_the_deadline_of_a_load_grows_with_its_bytes(tmp_path: Path) -> None:
     weight_map = {"first": "a.safetensors", "last": "b.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))

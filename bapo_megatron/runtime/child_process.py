@@ -355,11 +355,7 @@ _MOST_REASON = 300
 
 def command_words(command: str) -> list[str]:
     """Return a command's words. Raises ValueError if it has none, or an open quote."""
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise ValueError(f"it cannot be split into words: {str(error).lower()}") from None
-    if not words:
+    if not (words := shlex.split(command)):
         raise ValueError("it is empty")
     return words
 
@@ -367,11 +363,7 @@ def command_words(command: str) -> list[str]:
 def missing_program(command: str) -> str | None:
     """Return the problem of a command's program on this machine; None if it can be started."""
     program = command_words(command)[0]
-    if shutil.which(program) is not None:
-        return None
-    if os.sep in program:
-        return f"{program} is not a program that can be run (chmod +x?)"
-    return f"there is no program {program} on PATH"
+    return None if shutil.which(program) else f"there is no program {program} that can be run"
 
 
 class UserCommand:

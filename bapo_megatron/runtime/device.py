@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import stat
-import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,7 +40,6 @@ _SLURM_GPUS = (
 _DEVICE_FILES = (Path("/dev"), "nvidia[0-9]*")
 _DRIVER_FILES = (Path("/proc/driver/nvidia/gpus"), "*")
 """The kernel module's GPU list, visible in containers even without the devices."""
-_NVIDIA_SMI_S = 20.0
 
 
 def uses_gpu() -> bool:
@@ -71,7 +67,9 @@ def gpu_problem() -> str | None:
         return None
     return (
         f"this machine should have a GPU ({'; '.join(signs)}), but torch {torch.__version__} cannot use one: "
-        f"{_torch_reason()}. {_fix(torch.version.cuda)}; {DEVICE_VARIABLE}=cpu asks for the CPU"
+        f"{_torch_reason()}. Its CUDA is {torch.version.cuda}: install a CUDA build (`make cluster`), update "
+        "the driver (CUDA 13: R580 or newer), or start the container with its GPUs (docker: --gpus all; "
+        f"enroot: NVIDIA_VISIBLE_DEVICES=all); {DEVICE_VARIABLE}=cpu asks for the CPU"
     )
 
 
@@ -130,28 +128,28 @@ def prepare_device() -> None:
     names = [name for name in _KERNELS if _FOLDER in (environment_variable(name) or _FOLDER)]
     for name in names:
         os.environ.pop(name, None)
-    if names and any(gpu_signs(asks_driver=False)) and (folder := _own_folder()):
+    if names and any(gpu_signs()) and (folder := _own_folder()):
         os.environ |= {name: os.path.join(folder, _KERNELS[name]) for name in names}
 
 
 def _own_folder() -> str | None:
-    """Return this user's program folder in TMPDIR on this machine; None if it cannot hold programs. Only the
-    user may write to it: every rank loads its content."""
+    """Return this user's program folder in TMPDIR on this machine; None without one to which only the user
+    may write: every rank loads its content."""
     try:
         path = Path(tempfile.gettempdir(), f"{_FOLDER}{os.getuid()}-{socket.gethostname()}")
         path.mkdir(mode=0o700, exist_ok=True)
-        about, runs_nothing = path.lstat(), os.statvfs(path).f_flag & os.ST_NOEXEC
+        about = path.lstat()
     except OSError:
         return None
     is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
-    return str(path) if is_own and not runs_nothing else None
+    return str(path) if is_own else None
 
 
-def gpu_signs(asks_driver: bool = True) -> Iterator[str]:
+def gpu_signs() -> Iterator[str]:
     """Yield evidence, in words, that this machine has a GPU or this job asked for one.
 
     An empty or -1 CUDA_VISIBLE_DEVICES hides the machine's GPUs on purpose, but not Slurm variables of a job
-    that asked for GPUs. ``asks_driver``: also call nvidia-smi, which may take seconds.
+    that asked for GPUs.
     """
     yield from _signs_of_job(os.environ)
     visible = os.environ.get(_VISIBLE)
@@ -162,8 +160,6 @@ def gpu_signs(asks_driver: bool = True) -> Iterator[str]:
     for folder, pattern in (_DEVICE_FILES, _DRIVER_FILES):
         if paths := sorted(folder.glob(pattern)):
             yield f"{paths[0]} exists"
-    if asks_driver and (gpus := driver_gpus()):
-        yield f"nvidia-smi lists {len(gpus)}, the first an {gpus[0]}"
 
 
 def _signs_of_job(environment: Mapping[str, str]) -> Iterator[str]:
@@ -171,20 +167,6 @@ def _signs_of_job(environment: Mapping[str, str]) -> Iterator[str]:
         value = environment.get(name, "")
         if value.rpartition(":")[2] not in ("", "0"):  # may be a type and a count, as in h100:8
             yield f"{name}={value}"
-
-
-@cache
-def driver_gpus() -> tuple[str, ...]:
-    """Return the names of the driver's GPUs; () without a driver or an answer."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    if shutil.which(command[0]) is None:
-        return ()
-    try:
-        completed = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    lines = [line.strip() for line in completed.stdout.splitlines() if line.strip()]
-    return () if completed.returncode else tuple(lines)
 
 
 def _torch_reason() -> str:
@@ -196,16 +178,6 @@ def _torch_reason() -> str:
     except Exception as error:  # AssertionError from a CPU build, RuntimeError from the driver
         return " ".join(str(error).split()).rstrip(".")
     return "it counts no device"
-
-
-def _fix(cuda: str | None) -> str:
-    if cuda is None:
-        return "Install a CUDA build of torch (`make cluster`)"
-    driver = ", R580 or newer" if cuda.startswith("13.") else ""
-    return (
-        f"Update the driver to one for CUDA {cuda}{driver}, or start the container with its GPUs "
-        "(docker: --gpus all; enroot: NVIDIA_VISIBLE_DEVICES=all)"
-    )
 
 
 def choose_vector_kernels() -> None:

@@ -241,8 +241,6 @@ class EventSender:
     def read(self) -> None:
         """Queue events written since the last call; none while the file system fails."""
         with suppress(OSError), self._paths.events.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self._read:
-                self._read, self._positions = 0, [0 for _ in self._positions]  # shorter: a new file
             file.seek(self._read)
             block = file.read(_BLOCK)
             if b"\n" not in block and len(block) == _BLOCK:
@@ -360,10 +358,10 @@ def _is_readable(orders: IO[bytes], limit_s: float = 0.0) -> bool:
 
 def _stored_positions(path: Path) -> dict[str, int]:
     try:
-        sent = json.loads(path.read_text())["sent"]
-        return {str(key): int(value) for key, value in sent.items()}
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        sent: dict[str, int] = json.loads(path.read_text())["sent"]
+    except FileNotFoundError:
         return {}
+    return sent
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -47,25 +47,16 @@ class JsonlLog:
             append_whole(self._file, [_line(row)], self._file.seek(0, os.SEEK_END))
 
     def rewind(self, step: int) -> None:
-        """Truncate the log after ``step``: a resumed run writes later lines again. Steps never fall. Raises
-        ConfigError for a line after ``step`` that is not JSON or has no step."""
+        """Truncate the log after ``step``: a resumed run writes later lines again. Steps never fall."""
         # From the end: a long run's log has gigabytes, and all ranks wait for this.
         with self.path.open("r+b") as file:
             kept = size = file.seek(0, os.SEEK_END)
             for begin, line in _lines_from_end(file):
-                if self._step_of(line) <= step:
+                if parse_row(line)["step"] <= step:
                     break
                 kept = begin
             if kept < size:
                 file.truncate(kept)
-
-    def _step_of(self, line: bytes) -> int:
-        try:
-            return int(parse_row(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(
-                f"{self.path} has a line without a whole number as its step, {line[:80]!r}; mend or delete it"
-            ) from None
 
     def close(self) -> None:
         self._file.close()
@@ -141,8 +132,6 @@ def parse_row(line: bytes) -> Row:
     row: Row = json.loads(line.decode(errors="replace"))
     if not isinstance(row, dict):
         raise ValueError("no JSON object")
-    if b"\\ud" in line.lower():  # half a surrogate pair, from a server's text, cannot be printed
-        row = dict(map(_with_whole_characters, row.items()))
     return row
 
 
@@ -158,14 +147,6 @@ def parse_line(line: bytes, path: Path, number: int) -> Row:
         return parse_row(line)
     except ValueError as error:
         raise ConfigError(f"{path}, line {number} is not JSON ({error}); mend or delete the line") from error
-
-
-def _with_whole_characters(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, dict):
-        return {_with_whole_characters(key): _with_whole_characters(item) for key, item in value.items()}
-    return type(value)(map(_with_whole_characters, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

@@ -11,7 +11,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeGuard
 
@@ -177,10 +177,8 @@ def _statistics(path: Path) -> os.statvfs_result:
 
 
 def _room(path: Path) -> str:
-    """Return the free space (MB, files) of the file system of ``path``, in words."""
-    try:
+    with suppress(OSError):
         statistics = _statistics(path)
-    except OSError as error:
-        return f"its file system does not answer: {error.strerror}"
-    free_mb = statistics.f_bavail * statistics.f_frsize / 2**20
-    return f"{free_mb:,.0f} MB and {statistics.f_favail:,} files are free there now"
+        free_mb = statistics.f_bavail * statistics.f_frsize / 2**20
+        return f"{free_mb:,.0f} MB and {statistics.f_favail:,} files are free there now"
+    return "its file system does not answer"

@@ -4,8 +4,8 @@ For exports, conversions and prepared datasets. ``check_replaceable`` is the pre
 for a folder with anything that the command did not write. ``new_folder`` is the context manager of a write:
 it yields a temporary folder and puts it into place, by two renames; the next start repairs a kill in between.
 
-Exports and conversions have a mark, a file that is written last and lists the other files with their sizes,
-and small ones with their SHA-256. A folder without a mark, or with anything unlisted, is never replaced or
+Exports and conversions have a mark, a file that is written last and lists the other files with their sizes.
+A folder without a mark, or with anything unlisted, is never replaced or
 deleted. Copies keep their mark and are treated like the original. Prepared datasets are recognized by their
 file names.
 """
@@ -24,14 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.runtime.files import read_file_inside, sha256_of, sync_file, sync_folder, write_atomically
+from bapo_megatron.runtime.files import read_file_inside, sync_file, sync_folder, write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 MARK = ".bapo-written.json"
-"""File in a written folder: its writer, the size of every other file, and the SHA-256 of small ones."""
-
-_HASHED_BELOW = 1_000_000
-"""Only smaller files (bytes), which people edit by hand, have a SHA-256 in the mark."""
+"""File in a written folder: its writer, and the size of every other file."""
 
 _OWNERS = {"bapo": "a run of bapo, as its own export", "bapo-ckpt": "the command bapo-ckpt"}
 """Descriptions for messages of the writers named in marks."""
@@ -45,15 +42,9 @@ Foreign = Callable[[Path], str | None]
 
 def write_mark(folder: Path, writer: str) -> None:
     """Write ``writer``'s mark durably into an otherwise complete folder."""
-    paths = {n: path for n, path in sorted(_entries(folder)) if n != MARK and not path.is_dir()}
-    files = {name: path.lstat().st_size for name, path in paths.items()}
-    digests = {
-        name: sha256_of(path)
-        for name, path in paths.items()
-        if files[name] < _HASHED_BELOW and stat.S_ISREG(path.lstat().st_mode)
-    }
-    mark = {"written_by": writer, "files": files, "sha256": digests}
-    write_atomically(folder / MARK, json.dumps(mark, indent=1) + "\n")
+    entries = sorted(_entries(folder))
+    files = {n: path.lstat().st_size for n, path in entries if n != MARK and not path.is_dir()}
+    write_atomically(folder / MARK, json.dumps({"written_by": writer, "files": files}, indent=1) + "\n")
 
 
 def foreign_content(folder: Path, writer: str) -> str | None:
@@ -68,14 +59,13 @@ def foreign_content(folder: Path, writer: str) -> str | None:
     try:
         mark = json.loads(read_file_inside(folder, MARK))
         files: dict[str, Any] = dict(mark["files"])
-        digests: dict[str, Any] = dict(mark.get("sha256", {}))  # absent in earlier versions
         by = mark["written_by"]
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"has a {MARK} that cannot be read ({error!s:.200})"
     if by != writer:
         owner = _OWNERS.get(str(by), repr(str(by)[:80]))
         return f"was written by {owner}, not by {_OWNERS.get(writer, writer)}"
-    return _unlisted(folder, {**files, MARK: None}) or _edited(folder, digests)
+    return _unlisted(folder, {**files, MARK: None})
 
 
 def content_besides(folder: Path, names: set[str]) -> str | None:
@@ -246,14 +236,6 @@ def _unlisted(folder: Path, files: dict[str, Any]) -> str | None:
             return f"holds {shown}, which was put there by something else"
         if files[name] is not None and status.st_size != files[name]:
             return f"holds {shown}, which was changed since: it had {files[name]} bytes"
-    return None
-
-
-def _edited(folder: Path, digests: dict[str, Any]) -> str | None:
-    """Return the first file, in words, whose SHA-256 differs from ``digests``."""
-    for name, path in _entries(folder):
-        if name in digests and sha256_of(path) != digests[name]:
-            return f"holds {ascii(name)[1:-1]}, which was changed since, though it is as long as it was"
     return None
 
 

@@ -12,7 +12,7 @@ from tests.support.http_server import HTTPServer
 
 
 class Webhook:
-    """A server for POSTs. ``answer``: a status; ``drip``: a byte now and then, for ever."""
+    """A server for POSTs. ``answer``: a status; ``silent``: none."""
 
     def __init__(self, answer: int | str = 200) -> None:
         self.answer = answer
@@ -23,12 +23,8 @@ class Webhook:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                if hook.answer == "drip":
-                    self.send_response(200)
-                    self.send_header("Content-Length", "1000000")
-                    self.end_headers()
+                if hook.answer == "silent":
                     while hook._open:
-                        self.wfile.write(b"x")
                         time.sleep(0.1)
                     return
                 assert isinstance(hook.answer, int)

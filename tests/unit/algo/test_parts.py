@@ -161,7 +161,7 @@ PACK = r"\(tried before the run, on a made-up pack of 2 tokens\)$"
     [
         (advantage("users:shifted", of=2), "advantage_settings.of=2: users:shifted has no such setting"),
         (advantage("grpo", by=1), "algorithm.advantage_settings.by=1: .*its settings: none"),
-        (advantage("users:missing"), "has no function missing; .*shifted"),
+        (advantage("users:missing"), "users has no function missing$"),
         (advantage("users:short"), rf":short {ONE_EACH} 16 responses, but {SHAPE} \[1\] {GROUPS}"),
         (advantage("users:infinite"), "16 responses, but returned numbers that are not finite in float32"),
         (advantage("users:broken"), f"users:broken failed with AttributeError.*; mend it {GROUPS}"),

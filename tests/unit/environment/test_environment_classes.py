@@ -147,19 +147,6 @@ def test_a_subclass_is_checked_as_its_base_is(
     assert read_traits(EnvironmentConfig(f"{tmp_path}/mine.py:Own", settings)).settings_type is None
 
 
-def test_a_wrong_name_is_answered_with_the_names_that_there_are(tmp_path: Path) -> None:
-    """The most similar first; the path stands as it was written; imported and private names are left out."""
-    file = tmp_path / "my_games.py"
-    file.write_text(
-        "from bapo_megatron.environment import Environment, Reply\n"
-        "class Other: pass\nclass _Base(Environment): pass\n"
-        "class Twenty(_Base):\n    def step(self, turn):\n        return Reply(None)\n"
-    )
-    told = r"^environment\.function=\S+/my_games\.py:Twentey: my_games has no class Twentey; "
-    with pytest.raises(ConfigError, match=told + r"name one that it has: Twenty, Other$"):
-        read_traits(EnvironmentConfig(f"{file}:Twentey"))
-
-
 def test_an_interpreter_that_is_none_is_refused(tmp_path: Path) -> None:
     assert "is not a program" in str(interpreter_problem(tmp_path / "python"))
     assert interpreter_problem(Path(sys.executable)) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,25 +15,21 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.runtime import device
 from bapo_megatron.runtime.device import gpu_problem, gpu_signs, prepare_device, uses_gpu
-from tests.support.executables import executable
 
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12040)."
 
 
 @pytest.fixture(autouse=True)
-def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A machine without any sign of a GPU: its PATH, its device files and its environment are made up."""
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without any sign of a GPU: its device files and its environment are made up."""
     for name in [*device._SLURM_GPUS, "CUDA_VISIBLE_DEVICES", device.DEVICE_VARIABLE]:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(device, "_DEVICE_FILES", (tmp_path / "dev", "nvidia[0-9]*"))
     monkeypatch.setattr(device, "_DRIVER_FILES", (tmp_path / "gpus", "*"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for folder in ("bin", "dev", "gpus"):
+    for folder in ("dev", "gpus"):
         (tmp_path / folder).mkdir()
-    device.driver_gpus.cache_clear()
-    yield tmp_path
-    device.driver_gpus.cache_clear()
+    return tmp_path
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -46,7 +41,6 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 def test_a_machine_without_a_gpu_computes_on_its_cpu(bare_machine: Path) -> None:
     (bare_machine / "dev/nvidiactl").touch()  # no GPU
-    executable(bare_machine / "bin/nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
     assert list(gpu_signs()) == []
     assert not uses_gpu()
     assert gpu_problem() is None
@@ -74,13 +68,11 @@ def test_a_job_says_whether_it_asked_for_gpus(
 def test_signs_of_the_machine(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (bare_machine / "dev/nvidia3").touch()
     (bare_machine / "gpus/0000:18:00.0").mkdir()
-    executable(bare_machine / "bin/nvidia-smi", "echo NVIDIA H100; echo NVIDIA H100")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert list(gpu_signs()) == [
         "CUDA_VISIBLE_DEVICES=3",
         f"{bare_machine}/dev/nvidia3 exists",
         f"{bare_machine}/gpus/0000:18:00.0 exists",
-        "nvidia-smi lists 2, the first an NVIDIA H100",
     ]
     for hidden in ("", "-1", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
@@ -98,18 +90,11 @@ def test_cuda_that_cannot_be_used_is_refused_with_its_reason(
     text = str(refused.value)
     assert text.startswith(f"this machine should have a GPU ({bare_machine}/dev/nvidia0 exists), but torch ")
     assert OLD_DRIVER in text
-    assert "Update the driver to one for CUDA 13.0, R580 or newer" in text
+    assert "Its CUDA is 13.0: install a CUDA build" in text
     assert text.endswith("BAPO_DEVICE=cpu asks for the CPU")
     for choose in (has_cuda, select_device):  # every place that chooses a device asks the same function
         with pytest.raises(ConfigError, match="this machine should have a GPU"):
             choose()
-
-
-def test_a_cpu_build_on_a_machine_with_a_gpu(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executable(bare_machine / "bin/nvidia-smi", "echo NVIDIA H100")
-    fail_with(monkeypatch, AssertionError("Torch not compiled with CUDA enabled"))
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "Torch not compiled with CUDA enabled. Install a CUDA build" in str(gpu_problem())
 
 
 def test_a_gpu_that_works_is_used_unless_the_cpu_is_asked_for(
@@ -163,9 +148,7 @@ def test_kernels_are_compiled_on_the_own_machine(
     for name in (*names, "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # restored at the end
         del os.environ[name]
-    executable(bare_machine / "bin/nvidia-smi", f"touch {tmp_path}/asked; echo NVIDIA H100")
     assert prepared() == [None, None], "a machine without a GPU"
-    assert not (tmp_path / "asked").exists()  # every command would wait for it
     (bare_machine / "dev/nvidia0").touch()
     [folder] = {Path(str(path)).parent for path in prepared()}
     assert folder.parent == tmp_path
@@ -187,7 +170,7 @@ def test_kernels_are_compiled_on_the_own_machine(
     assert prepared() == [None, None]
 
 
-@pytest.mark.parametrize("command", ["train", "verify-parallel", "rollout-server", "eval"])
+@pytest.mark.parametrize("command", ["train", "eval"])
 def test_compute_commands_refuse_an_unusable_gpu(
     command: str, bare_machine: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime import guards
 from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.runtime.exit_codes import SIGNALS, handling
-from bapo_megatron.runtime.guards import LATE, OutOfMemoryError, PreemptionSignal, death, naming_memory
+from bapo_megatron.runtime.guards import LATE, OutOfMemoryError, PreemptionSignal, naming_memory
 from bapo_megatron.runtime.run_paths import JOB_END
 from tests.support.forked_commands import run_python, start_bapo
 from tests.support.processes import heed_signals
@@ -308,14 +308,6 @@ def test_other_errors_pass(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, naming_memory():
         raise error
     assert caught.value is error
-
-
-def test_how_a_process_ended() -> None:
-    assert death(3) == "exit code 3"
-    assert death(-signal.SIGKILL).startswith(
-        "killed by SIGKILL, most likely because the machine had no memory"
-    )
-    assert death(-signal.SIGSEGV) == "killed by SIGSEGV"
 
 
 @pytest.mark.parametrize(

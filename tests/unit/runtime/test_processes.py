@@ -280,22 +280,17 @@ LIMIT_S = 120.0
 def test_a_command_is_split_as_a_shell_does_it_and_nothing_is_expanded() -> None:
     words = ["hf", "upload", "my repo", "{folder}", "--x=a b", "$HOME;", "*"]
     assert command_words("hf upload 'my repo' {folder} --x=\"a b\" $HOME; *") == words
-
-
-@pytest.mark.parametrize(
-    ("command", "problem"), [("", "it is empty"), ("  ", "it is empty"), ("a 'b", "quot")]
-)
-def test_a_command_without_words_is_refused(command: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        command_words(command)
+    for command in ("  ", "a 'b"):
+        with pytest.raises(ValueError, match="it is empty|quot"):
+            command_words(command)
 
 
 def test_a_program_must_be_there(tmp_path: Path) -> None:
     script = tmp_path / "notify.sh"
     script.write_text("#!/bin/sh\n")
     assert missing_program("sh -c true") is None
-    assert missing_program("no-such-program x") == "there is no program no-such-program on PATH"
-    assert missing_program(f"{script} x") == f"{script} is not a program that can be run (chmod +x?)"
+    for absent in ("no-such-program", str(script)):
+        assert missing_program(f"{absent} x") == f"there is no program {absent} that can be run"
     script.chmod(0o755)
     assert missing_program(f"{script} x") is None
 

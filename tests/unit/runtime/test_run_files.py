@@ -31,14 +31,6 @@ from bapo_megatron.runtime.run_paths import (
 )
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    made = tmp_path / "run"
-    for folder in ("journal", "report", "logs", "profile"):
-        (made / folder).mkdir(parents=True)
-    return made
-
-
 @pytest.mark.parametrize(
     ("mode", "group", "owner", "found"),
     [
@@ -83,21 +75,17 @@ def test_the_torn_end_is_found_from_behind(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_damaged_characters_do_not_end_a_reader(tmp_path: Path) -> None:
-    """Half a surrogate pair, as a server's JSON may hold, and a character that was cut within its bytes."""
+    """A character that was cut within its bytes."""
     log = tmp_path / "events.jsonl"
-    log.write_bytes(b'{"kind": "a\\ud800", "\\udfff": ["\\uD83D\\ude00"]}\n{"kind": "\xc3"}\n')
-    first, second = read_jsonl(log)
-    assert first == {"kind": "a\ufffd", "\ufffd": ["\U0001f600"]}
-    assert second == {"kind": "\ufffd"}
-    assert list(rows_from_end(log)) == [second, first]
+    log.write_bytes(b'{"kind": "\xc3"}\n')
+    assert read_jsonl(log) == list(rows_from_end(log)) == [{"kind": "\ufffd"}]
 
 
-def test_a_report_that_cannot_be_written_names_the_flag(run: Path) -> None:
-    (run / "metrics.jsonl").write_text('{"step": 1}\n')
-    (run / "report").rmdir()
-    (run / "report").write_text("")
+def test_a_report_that_cannot_be_written_names_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "report").write_text("")
     with pytest.raises(ConfigError, match=r"report: name another folder with --output DIR"):
-        write_report([run])
+        write_report([tmp_path])
 
 
 def test_terminal_codes_are_printed_as_text(tmp_path: Path) -> None:
@@ -134,13 +122,6 @@ def test_the_names_on_disk_stay_as_they_are() -> None:
 @pytest.mark.parametrize("moment", [(0, 0), (10, 0), (10, 3), (999999, 999), (1000000, 1000)])
 def test_a_step_name_round_trips_to_its_moment(moment: Moment) -> None:
     assert moment_of(step_name(*moment)) == moment
-
-
-@pytest.mark.parametrize(
-    "name", ["step_00010", "step_000010.copy", ".step_000010", "step_000010_update_01", "step_"]
-)
-def test_other_names_have_none(name: str) -> None:
-    assert moment_of(name) is None
 
 
 def test_entries_and_leftovers_of_a_folder(tmp_path: Path) -> None:

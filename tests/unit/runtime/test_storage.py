@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
-from bapo_megatron.checkpoint import store
 from bapo_megatron.checkpoint.export import export_hf
 from bapo_megatron.checkpoint.exports import StepExports
 from bapo_megatron.checkpoint.reader import latest_checkpoint
@@ -303,29 +301,6 @@ def test_deletion_removes_a_link_and_keeps_its_target(
     assert not path.is_symlink()
     assert not (path / "old").exists()
     assert [file.name for file in elsewhere.iterdir()] == ["old"] * is_link
-
-
-def test_a_checkpoint_that_is_still_read_is_deleted_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On NFS its folder stays while a process of this machine reads a file of it; the run continues."""
-
-    def refused(folder: Path) -> None:
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(store, "remove_folder", refused)
-        keep_one(tmp_path)
-    folder = RunPaths(tmp_path).checkpoints
-    kept = sorted(path.name for path in folder.iterdir())
-    assert [name.split(".")[1] for name in kept[:-1]] == ["step_000010"]
-    assert kept[-1] == "step_000020"
-    [line] = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(
-        r"warning: .*step_000010\S+ could not be deleted \(.*not empty.*; the next .* again", line
-    )
-    save_20(tmp_path)
-    assert [path.name for path in folder.iterdir()] == ["step_000020"]
 
 
 def test_weights_are_written_where_a_leftover_cannot_be_deleted(

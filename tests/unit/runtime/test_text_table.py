@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -36,12 +34,6 @@ def test_columns_are_aligned(rows: list[tuple[str, ...]], given: dict[str, Any],
     assert text_table(rows, **given) == expected
 
 
-@pytest.mark.parametrize(("variable", "value"), [("FORCE_COLOR", "1"), ("COLUMNS", "10")])
-def test_the_environment_changes_nothing(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, value)
-    assert text_table([("log-probs", "word " * 20 + "end")]) == [f"log-probs  {'word ' * 20}end"]
-
-
 def test_columns_of_fixed_widths_wrap_between_words() -> None:
     assert text_table([("ok", "one two three", "end"), ("", "/a/long/path", "")], widths=(4, 8, 3)) == [
         "ok    one two       end",
@@ -70,12 +62,3 @@ def test_wrapped_texts_keep_every_character(text: str) -> None:
 )
 def test_no_character_of_a_cell_is_lost(text: str, shown: str) -> None:
     assert text_table([(text, "1")]) == [f"{shown}  1"]
-
-
-def test_rich_is_imported_when_a_table_is_drawn() -> None:
-    """It takes a tenth of a second, which most commands can do without."""
-    script = (
-        "import sys; from bapo_megatron.runtime.text_table import text_table; print('rich' in sys.modules)\n"
-        "text_table([('a',)]); print('rich' in sys.modules)"
-    )
-    assert subprocess.check_output([sys.executable, "-c", script], text=True).split() == ["False", "True"]

@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +21,7 @@ from bapo_megatron.config.validation import BOXED_REWARDS
 from bapo_megatron.data.chat_template import spelled_control_token
 from bapo_megatron.data.prepare.options import CARD_FILE, DATA_FILE, SUITES
 from bapo_megatron.data.prompts import MixedSource, PromptSet, Tools, load_prompts
-from bapo_megatron.data.rows import read_rows, within_difficulty
+from bapo_megatron.data.rows import within_difficulty
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.code_tests import is_tests
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check, runs_code
@@ -50,16 +49,20 @@ def load_problems(
     ConfigError as ``load_prompts``.
     """
 
-    def load(source: SourceConfig, flag: str, described: Tools) -> PromptSet:
+    def load(source: SourceConfig, name: str = "", field: str = "data.path") -> PromptSet:
         function, limit = source.reward or reward_function, data.max_prompt_tokens
-        loaded = _load(source.file, function, flag, tokenizer, limit, described, begun)
-        return replace(loaded, prompts=within_difficulty(loaded.prompts, data))
+        flag = "--reward.function" if source.reward is None else f"{field.removesuffix('.path')}.reward"
+        described = tools.get(name, ())
+        loaded = _load(source.file, function, flag, tokenizer, limit, described, begun, field)
+        prompts = within_difficulty(loaded.prompts, data)
+        if name:
+            prompts = tuple(replace(one, source=name, reward=source.reward or "") for one in prompts)
+        return replace(loaded, prompts=prompts)
 
     digest = _tools_digest(tools)
     if not data.sources:
-        loaded = load(data.files[0], "--reward.function", tools.get("", ()))
-        return replace(loaded, tools_sha256=digest)
-    sets = [_named(source, partial(load, described=tools.get(source.name, ()))) for source in data.sources]
+        return replace(load(data.files[0]), tools_sha256=digest)
+    sets = [load(source, source.name, f"data.sources[{source.name}].path") for source in data.sources]
     return PromptSet(
         tuple(prompt for prompts in sets for prompt in prompts.prompts),
         sum(prompts.too_long for prompts in sets),
@@ -85,14 +88,11 @@ def control_tokens_text(prompts: Sequence[Prompt], tokenizer: Any) -> str | None
 
 
 def missing_files(data: DataConfig) -> Iterator[str]:
-    """Yield errors of missing training files, which ``load_problems`` would raise one at a time."""
+    """Yield errors of all missing training files; ``load_problems`` raises one of them."""
     for source in data.files:
         if not source.file.is_file():
             field = f"data.sources[{source.name}].path" if data.sources else "data.path"
-            try:
-                read_rows(source.file)
-            except ConfigError as error:
-                yield str(error).replace("data.path=", f"{field}=", 1)
+            yield f"{field}={source.file}: no such file"
 
 
 def _tools_digest(tools: Mapping[str, Tools]) -> str:
@@ -105,28 +105,12 @@ def mixed(source: SourceConfig, prompts: PromptSet) -> MixedSource:
     return MixedSource(source.name, len(prompts.prompts), source.weight, sha256_of(source.file))
 
 
-def _named(source: SourceConfig, load: Callable[[SourceConfig, str], PromptSet]) -> PromptSet:
-    """Return the prompts of one of several sources, with its name in prompts and error messages."""
-    flag = "--reward.function" if source.reward is None else f"data.sources[{source.name}].reward"
-    try:
-        loaded = load(source, flag)
-    except ConfigError as error:  # the message names `data.path`
-        field = f"data.sources[{source.name}].path"
-        told = str(error).replace(f"data.path={source.file}", f"{field}={source.file}")
-        named = source.name in told
-        raise ConfigError(told if named else f"data.sources[{source.name}]: {told}") from error
-    prompts = tuple(
-        replace(prompt, source=source.name, reward=source.reward or "") for prompt in loaded.prompts
-    )
-    return replace(loaded, prompts=prompts)
-
-
 def _load(
-    path: Path, function: str, flag: str, tokenizer: Any, most_tokens: int, tools: Tools, begun: bool
+    path: Path, function: str, flag: str, tokenizer: Any, limit: int, tools: Tools, begun: bool, field: str
 ) -> PromptSet:
     check_prepared_for(path, function, flag)
     checks = ground_truth_check(function, begun), extra_info_check(function)
-    return load_prompts(path, tokenizer, most_tokens, *checks, tools, begun)
+    return load_prompts(path, tokenizer, limit, *checks, tools, begun, field)
 
 
 # --- suites --------------------------------------------------------------------------------------
@@ -160,14 +144,8 @@ def load_suite(
     """
     path = suite_path(text, folder)
     name = path.parent.name if path.name == DATA_FILE else path.stem
-    try:
-        loaded = _load(
-            path, reward_function, reward_flag, tokenizer, max_prompt_tokens, tools_of(name), begun
-        )
-    except ConfigError as error:  # the message names the fields of a run
-        told = str(error).replace(f"data.path={path}", f"suite {text}, {path}")
-        told = told.replace("data.max_prompt_tokens", "max_prompt_tokens")
-        raise ConfigError(told.replace("reward.function=", f"{reward_flag.removeprefix('--')}=")) from error
+    limit, tools = max_prompt_tokens, tools_of(name)
+    loaded = _load(path, reward_function, reward_flag, tokenizer, limit, tools, begun, f"suite {text}")
     if loaded.too_long:
         raise ConfigError(
             f"suite {text}: {loaded.too_long} of its prompts have more than max_prompt_tokens="

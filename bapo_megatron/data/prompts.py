@@ -79,19 +79,20 @@ def load_prompts(
     check_extra_info: CheckExtraInfo | None = None,
     tools: Tools = (),
     begun: bool = False,
+    field: str = "data.path",
 ) -> PromptSet:
     """Load a dataset: read a JSONL or parquet file and tokenize its prompts with the chat template.
 
     ``tools``: those of the environment that answers the responses. ``begun``: for a run with steps, whose
-    prompts stay, even those about images. Raises ConfigError naming file, row (the first is 0), field and
-    fix.
+    prompts stay, even those about images. ``field``: the setting that names the file. Raises ConfigError
+    naming file, row (the first is 0), field and fix.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("model.hf_path: its tokenizer has no chat_template; add a chat_template.jinja")
     prompts: list[Prompt] = []
     too_long: list[int] = []  # lengths in tokens
     several = check_ground_truth is None
-    for number, row in enumerate(read_rows(path)):
+    for number, row in enumerate(read_rows(path, field)):
         try:
             prompt = _prompt(number, row, tokenizer, several, tools)
             if check_ground_truth and (problem := check_ground_truth(prompt.ground_truth)):
@@ -101,34 +102,30 @@ def load_prompts(
             if not begun and (problem := media_problem(row, prompt.messages)):
                 raise RowError(problem)
         except RowError as error:
-            raise ConfigError(f"data.path={path}, row {number} (the first is 0): {error}") from error
+            raise ConfigError(f"{field}={path}, row {number} (the first is 0): {error}") from error
         if len(prompt.token_ids_P) <= max_prompt_tokens:
             prompts.append(prompt)
         else:
             too_long.append(len(prompt.token_ids_P))
     if not prompts:
-        needed = (
-            f"; raise that: the shortest has {min(too_long)}, the longest {max(too_long)}" if too_long else ""
-        )
         raise ConfigError(
-            f"data.path={path}: each of its {len(too_long)} prompts has more than "
-            f"data.max_prompt_tokens={max_prompt_tokens} tokens{needed}"
+            f"{field}={path}: each of its {len(too_long)} prompts has more than "
+            f"data.max_prompt_tokens={max_prompt_tokens} tokens; raise that: the shortest has "
+            f"{min(too_long)}, the longest {max(too_long)}"
         )
-    if problem := equal_prompts_problem([prompt.token_ids_P for prompt in prompts]):
-        raise ConfigError(f"data.path={path}: {problem}")
+    _check_different(prompts, f"{field}={path}")
     return PromptSet(tuple(prompts), len(too_long), len(prompts))
 
 
-def equal_prompts_problem(prompts: Sequence[np.ndarray]) -> str | None:
-    """Return the error if all of several prompts are equal, token by token, else None."""
-    if len(prompts) < 2 or any(not np.array_equal(prompts[0], other) for other in prompts[1:]):
-        return None
-    return (
-        f"equal prompts throughout: all {len(prompts)} rows become the same {len(prompts[0])} tokens, so a "
-        "policy cannot tell one problem from another. If the rows ask different questions, the tokenizer's "
-        "chat_template ignores the messages: mend chat_template.jinja in the model's folder. If they ask the "
-        "same, keep one of them; if an environment hides their answers, write something of the row into each"
-    )
+def _check_different(prompts: Sequence[Prompt], where: str) -> None:
+    """Raise ConfigError if all of several prompts are equal, token by token."""
+    first = prompts[0].token_ids_P
+    if len(prompts) > 1 and all(np.array_equal(first, other.token_ids_P) for other in prompts[1:]):
+        raise ConfigError(
+            f"{where}: equal prompts throughout: all {len(prompts)} rows become the same {len(first)} "
+            "tokens: the model's chat_template.jinja ignores the messages, or the rows ask the same: keep "
+            "one, or write something of the row into each"
+        )
 
 
 def _prompt(number: int, row: Row, tokenizer: Any, several: bool, tools: Tools) -> Prompt:
@@ -169,22 +166,6 @@ def prompt_token_ids(messages: list[dict[str, Any]], tokenizer: Any, tools: Tool
     return np.asarray(ids, np.int32)
 
 
-def check_template(tokenizer: Any, field: str) -> None:
-    """Raise ConfigError, with ``field``, if a chat template ignores the messages."""
-    try:
-        first, other = (
-            prompt_token_ids([{"role": "user", "content": text}], tokenizer)
-            for text in ("1+1=", "What is love?")
-        )
-    except RowError:  # it needs other roles: the rows will show
-        return
-    if np.array_equal(first, other):
-        raise ConfigError(
-            f"{field}: its chat_template ignores the messages, so there would be equal prompts throughout: "
-            "mend chat_template.jinja in that folder"
-        )
-
-
 class PromptOrder:
     """Data order of one file: endless epochs over the prompts, shuffled or in file order. ``take`` returns
     (epoch, prompt index) pairs.
@@ -194,8 +175,6 @@ class PromptOrder:
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool, stream: int = 0) -> None:
-        if num_prompts < 1:
-            raise ValueError(f"num_prompts={num_prompts} must be at least 1")
         self._num_prompts, self._shuffle = num_prompts, shuffle
         self._seed, self._stream = seed % 2**64, [stream] if stream else []
         self._epoch, self._order = -1, np.zeros(0, np.int64)

@@ -16,7 +16,6 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -40,31 +39,23 @@ _GZIP, _GZIP_ENDING = b"\x1f\x8b", ".gz"
 PARQUET_ROWS = 256
 """Parquet rows read at a time: rows of code problems have megabytes of tests."""
 
-MAX_DEPTH = 100
-"""Limit of nested lists and objects: pickle, which transports prompts, ends at a few hundred."""
-
-_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z|\\\Z)|[\[{\]}]', re.DOTALL)
-r"""A string, or a bracket outside strings. An unterminated string extends to the end of the line: otherwise
-every quote in it would be tried as a start."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of media in a prompt, as in verl, referenced by places such as ``<image>`` in its text."""
 _DECODER, _NO_BLANK = json.JSONDecoder(), re.compile(r"\S")
-_STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Return all rows in file order. Raises ConfigError for a missing, empty or invalid file."""
-    path = Path(path)
+def read_rows(path: Path, field: str = "data.path") -> list[Row]:
+    """Return all rows in file order. Raises ConfigError, with the ``field`` that names the file, for a
+    missing, empty or invalid one."""
     if not path.is_file():
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise ConfigError(
-            f"data.path={path}: no such file{where}; give a JSONL or parquet file, or a folder that "
+            f"{field}={path}: no such file; give a JSONL or parquet file, or a folder that "
             "`bapo data prepare` wrote"
         )
     try:
         return list(iterate_rows(path))
     except ConfigError as error:  # the message begins with the path
-        raise ConfigError(f"data.path={error}") from error
+        raise ConfigError(f"{field}={error}") from error
 
 
 def iterate_rows(path: Path) -> Iterator[Row]:
@@ -94,27 +85,25 @@ def _json(path: Path) -> Iterator[Any]:
     number = 0
     try:
         with _text(path) as text:
-            for value in _values(_within_depth(path, text)):
+            for value in _values(text):
                 rows = value if isinstance(value, list) and number == 0 else [value]
                 yield from rows
                 number += len(rows)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}, row {number} (the first is 0): cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:  # including UnicodeDecodeError
-        form = "" if number else "; a file of rows has one object a line, or is one list of objects"
-        why = f"{error.msg}, {_place(error)}" if isinstance(error, json.JSONDecodeError) else error
-        raise ConfigError(f"{path}, row {number} (the first is 0): not JSON: {why}{form}") from error
+        raise ConfigError(f"{path}, row {number} (the first is 0): not JSON: {error}") from error
 
 
-def _values(lines: Iterable[tuple[str, int]]) -> Iterator[Any]:
-    """Yield successive JSON values, one or several per line, or spanning lines (``jq .``)."""
-    waiting: list[str] = []
-    for line, depth in lines:
-        waiting.append(line)
-        if not depth:
-            yield from _values_of("".join(waiting))
-            waiting.clear()
-    yield from _values_of("".join(waiting))
+def _values(text: TextIO) -> Iterator[Any]:
+    """Yield successive JSON values: line by line, or of the whole text if a value goes on behind its line."""
+    for line in text:
+        try:
+            values = list(_values_of(line))
+        except ValueError:
+            yield from _values_of(line + text.read())
+            return
+        yield from values
 
 
 def _values_of(text: str) -> Iterator[Any]:
@@ -124,30 +113,11 @@ def _values_of(text: str) -> Iterator[Any]:
         yield value
 
 
-def _place(error: json.JSONDecodeError) -> str:
-    line = f"line {error.lineno} of it, " if error.lineno > 1 else ""
-    return f"{line}column {error.colno}"
-
-
 def _text(path: Path) -> TextIO:
     """Open a UTF-8 file, perhaps gzipped, skipping a byte order mark."""
     with path.open("rb") as file:
         zipped = file.read(len(_GZIP)) == _GZIP
     return gzip.open(path, "rt", encoding="utf-8-sig") if zipped else path.open(encoding="utf-8-sig")
-
-
-def _within_depth(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Check a JSON file's depth; yield its lines, each with the number of brackets still open."""
-    depth = 0
-    for number, line in enumerate(lines, start=1):
-        for token in _BRACKETS.finditer(line):
-            depth = max(0, depth + _STEPS.get(token.group(), 0))
-            if depth > MAX_DEPTH:
-                raise ConfigError(
-                    f"{path}, line {number}: more than {MAX_DEPTH} brackets within each other, or lines "
-                    "without their last ones"
-                )
-        yield line, depth
 
 
 def _parquet(path: Path) -> Iterator[Row]:
@@ -272,15 +242,8 @@ def ground_truth_of(row: Row, several: bool = False) -> str:
     if several and isinstance(answer, (bool, float, list, dict)):
         answer = _json_of(answer)
     if not isinstance(answer, str) or not answer.strip():
-        any_value = "" if several or not isinstance(value, (float, list, dict)) else _OWN
-        raise RowError(
-            f"reward_model.ground_truth is {value!r}; it must be the answer as text, not empty{any_value}"
-        )
+        raise RowError(f"reward_model.ground_truth is {value!r}; it must be the answer as text, not empty")
     return _whole("reward_model.ground_truth", answer)
-
-
-_OWN = "; your own reward function takes any JSON value (--reward module:function of `bapo data prepare`)"
-"""Hint for a ground truth that no built-in reward reads."""
 
 
 def _json_of(value: Any) -> str:
@@ -374,7 +337,7 @@ def within_difficulty(prompts: Sequence[Prompt], data: DataConfig) -> tuple[Prom
 
 def difficulty_of(info: Any, path: str) -> float | None:
     """Return the difficulty at the dotted ``path``, whose keys may contain dots, as model names do. A number,
-    or a text with one: ``0.96875``, as in OpenMathReasoning, or ``7/8``."""
+    or a text with one: ``0.96875``, as in OpenMathReasoning."""
     if isinstance(info, dict):
         for key, value in info.items():
             if key == path:
@@ -388,8 +351,7 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
-        # Fraction takes minutes for "1e99999999"; a ratio has no exponent.
-        number = float(Fraction(value.strip()) if isinstance(value, str) and "/" in value else value)
-    except (ValueError, ZeroDivisionError, OverflowError):  # "n/a"
+        number = float(value)
+    except (ValueError, OverflowError):  # "n/a"
         return None
-    return None if isinstance(value, str) and not math.isfinite(number) else number
+    return number if math.isfinite(number) else None

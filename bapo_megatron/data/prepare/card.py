@@ -15,7 +15,7 @@ from typing import Any
 
 from bapo_megatron import __version__
 from bapo_megatron.data.prepare.filters import INVALID
-from bapo_megatron.data.prepare.options import CARD_TEXT, DATA_FILE, PrepareOptions
+from bapo_megatron.data.prepare.options import CARD_FILE, DATA_FILE, PrepareOptions
 from bapo_megatron.data.prepare.problems import Problem
 from bapo_megatron.reward.code_tests import forgeable_tests
 from bapo_megatron.reward.math import is_operation
@@ -25,8 +25,6 @@ FORMAT = 1
 EXAMPLES = 3
 """Number of example dropped rows per reason."""
 
-_LONG_CHARACTERS = 4000
-"""Mean characters per row above which an ``extra_info`` column is reported."""
 _SHOWN_CHARACTERS = 300
 _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
 _NEEDS = {
@@ -74,10 +72,6 @@ class Card:
     """Kept rows whose ground truth is an unevaluated operation, which makes such answers right."""
     control_tokens: int = 0
     """Kept rows whose prompt spells a control token, which the model sees as text."""
-    texts: Counter[str] = field(default_factory=Counter)
-    """Characters of ``extra_info`` by column."""
-    too_long: Counter[int] = field(default_factory=Counter)
-    """Histogram of too long prompts by tokens."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Histogram of kept prompts by tokens; empty without a tokenizer."""
 
@@ -87,8 +81,6 @@ class Card:
         self.forgeable += forgeable_tests(problem.ground_truth) > 0
         self.by_ability[problem.ability] += 1
         self.operations += problem.is_math and is_operation(problem.ground_truth)
-        for name, value in problem.extra_info.items():
-            self.texts[name] += len(value if isinstance(value, str) else json.dumps(value))
 
     def drop(self, row: Dropped) -> None:
         """Count a dropped row; the first rows per reason become examples."""
@@ -101,7 +93,7 @@ class Card:
             shown.append(short)
 
     def as_json(self) -> dict[str, Any]:
-        options = dataclasses.asdict(self.options)
+        options = vars(self.options)
         return {
             "format": FORMAT,
             "code_version": __version__,
@@ -134,42 +126,23 @@ class Card:
 
 def as_markdown(card: Card) -> str:
     """Return the content of README.md."""
-    data = card.as_json()
-    rows = sum(source["rows"] for source in card.sources)
-    lines = [
-        f"# {card.options.output.name}",
-        "",
-        f"{card.kept} problems of {rows} rows, prepared by `bapo data prepare` {__version__}.",
-        f"SHA-256 of `{DATA_FILE}`: `{card.sha256}`.",
-        *_table("Sources", ("source", "rows", "SHA-256"), [_source(one) for one in card.sources]),
-        *_table(
-            "Kept apart from", ("evaluation set", "rows", "SHA-256"), [_source(one) for one in card.against]
-        ),
-        *_card_lines(card),
-        *_table("Left out", ("reason", "rows"), [*card.dropped.items()]),
-        *_table("Kept", ("data source", "rows"), card.by_data_source.most_common()),
-        *_table("Prompt tokens", ("", "tokens"), [*(data["prompt_tokens"] or {}).items()]),
-        *_table(
-            "Options", ("option", "value"), [(k, f"`{json.dumps(v)}`") for k, v in data["options"].items()]
-        ),
-    ]
-    for reason, shown in card.examples.items():
-        lines += ["", f"## Examples: {reason}", ""]
-        for one in shown:
-            lines.append(f"- {one.source}, row {one.row}: {_cell(one.why)}")
-            if one.question:
-                lines.append(f"  > {_cell(one.question)}")
-    return "\n".join(lines) + "\n"
+    head = f"# {card.options.output.name}\n\nPrepared by `bapo data prepare` {__version__}.\n\n"
+    lines = "".join(f"- {line}\n" for line in _lines(card, DATA_FILE))
+    return f"{head}{lines}\n{CARD_FILE} has sources, options, and examples of rows that were left out.\n"
 
 
 def summary(card: Card) -> str:
     """Return the summary printed by ``bapo data prepare``."""
-    rows = sum(source["rows"] for source in card.sources)
     output = card.options.output
-    lines = [f"{card.kept} of {rows} rows are in {output / DATA_FILE} (SHA-256 {card.sha256[:12]}...)"]
+    lines = [*_lines(card, str(output / DATA_FILE)), f"why, with examples: {output / CARD_FILE}"]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(card: Card, file: str) -> list[str]:
+    rows = sum(source["rows"] for source in card.sources)
+    lines = [f"{card.kept} of {rows} rows are in {file} (SHA-256 {card.sha256[:12]}...)"]
     lines += [f"left out: {count} {reason}" for reason, count in card.dropped.items()]
-    lines += _card_lines(card)
-    return "\n".join([*lines, f"why, with examples: {output / CARD_TEXT}"]) + "\n"
+    return lines + _card_lines(card)
 
 
 def _card_lines(card: Card) -> list[str]:
@@ -180,31 +153,8 @@ def _card_lines(card: Card) -> list[str]:
         "messages in place of rendered prompts "
         f"(docs/data.md#which-fields-are-understood): {card.control_tokens}"
     )
-    lengths = {name: total // card.kept for name, total in card.texts.most_common()}
-    long = [f"{name} ({n:,} characters a row)" for name, n in lengths.items() if n >= _LONG_CHARACTERS]
-    columns = f"long columns, which a run holds in memory: {', '.join(long)}: --drop-columns leaves them out"
-    told = (
-        (forgeable, card.forgeable),
-        (operations, card.operations),
-        (control, card.control_tokens),
-        (columns, long),
-    )
-    return [line for line, is_told in told if is_told]
-
-
-def _source(source: dict[str, Any]) -> tuple[str, int, str]:
-    return source["name"], source["rows"], f"`{source['sha256']}`"
-
-
-def _table(title: str, head: tuple[str, ...], rows: list[Any]) -> list[str]:
-    if not rows:
-        return []
-    cells = [head, ("---",) * len(head), *rows]
-    return ["", f"## {title}", "", *("| " + " | ".join(_cell(str(c)) for c in row) + " |" for row in cells)]
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", r"\|")
+    told = ((forgeable, card.forgeable), (operations, card.operations), (control, card.control_tokens))
+    return [line for line, count in told if count]
 
 
 def _short(text: str) -> str:

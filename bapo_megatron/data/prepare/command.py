@@ -1,7 +1,7 @@
 """``bapo data prepare``: ``prepare(options)`` reads the sources, filters, and writes a prepared folder.
 
 The folder has data.jsonl, card.json and README.md, and appears whole or not at all. Sources are read twice:
-the first pass finds repeated questions and templates, the second filters and writes. Equal sources and
+the first pass finds repeated questions, the second filters and writes. Equal sources and
 options give equal bytes, so data.jsonl's digest identifies a dataset. Raises ConfigError for bad options or
 sources, too many invalid rows, or if no row is left.
 """
@@ -40,7 +40,6 @@ from bapo_megatron.data.prepare.problems import (
     without_columns,
 )
 from bapo_megatron.data.prepare.sources import Source, open_source
-from bapo_megatron.data.prompts import check_template
 from bapo_megatron.data.rows import RowError, media_problem
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -53,9 +52,6 @@ from bapo_megatron.runtime.written_folders import (
 )
 
 _WRITER = "bapo data prepare"
-
-_CONFLICTING = "conflicting answers"
-"""Name of the filter for rows whose question another row answers differently."""
 
 
 def prepare(options: PrepareOptions) -> Card:
@@ -75,14 +71,12 @@ def prepare(options: PrepareOptions) -> Card:
         rows = 0
         for problem in _problems(source, options):
             rows += 1
-            if isinstance(problem, Problem) and duplicates.show(problem) and index is not None:
-                index.show(problem.dialogue)
+            if isinstance(problem, Problem):
+                duplicates.show(problem)
         if not rows:
             raise ConfigError(f"source {source.name}: it has no rows")
         card.sources.append({"name": source.name, "sha256": source.digest(), "rows": rows})
-    if index is not None:
-        index.settle()
-    tokenizer = _tokenizer(options)
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer is not None else None
     filters = _filters(options, duplicates, index, card, tokenizer)
     with new_folder(options.output, _WRITER, _foreign) as folder:
         card.sha256 = _write(folder / DATA_FILE, sources, filters, duplicates, card, tokenizer)
@@ -130,19 +124,11 @@ def _contamination(options: PrepareOptions, card: Card) -> Contamination | None:
     return Contamination(problems, options.ngram_words, options.ngram_share)
 
 
-def _tokenizer(options: PrepareOptions) -> Any:
-    if options.tokenizer is None:
-        return None
-    tokenizer = load_tokenizer(options.tokenizer)
-    check_template(tokenizer, f"tokenizer={options.tokenizer}")
-    return tokenizer
-
-
 def _filters(
     options: PrepareOptions, duplicates: Duplicates, index: Contamination | None, card: Card, tokenizer: Any
 ) -> list[tuple[str, Filter]]:
     filters: list[tuple[str, Filter]] = [
-        (_CONFLICTING, duplicates.conflict),
+        ("conflicting answers", duplicates.conflict),
         ("duplicate", duplicates.repeated),
     ]
     if options.difficulty is not None:
@@ -152,9 +138,7 @@ def _filters(
         filters.append(("contaminated", index.overlap))
     filters.append((INVALID, scorable(options.reward_function)))
     if tokenizer is not None:
-        filters.append(
-            ("too long", length_filter(tokenizer, options.max_prompt_tokens, card.lengths, card.too_long))
-        )
+        filters.append(("too long", length_filter(tokenizer, options.max_prompt_tokens, card.lengths)))
     return filters
 
 
@@ -204,9 +188,7 @@ def _write(
 
 def _check_result(card: Card, options: PrepareOptions) -> None:
     rows = sum(source["rows"] for source in card.sources)
-    reasons = {invalid.why: invalid for invalid in reversed(card.invalid)}
-    distinct = [invalid for invalid in card.invalid if reasons[invalid.why] is invalid]
-    first = "".join(f"\n{invalid.source}, row {invalid.row}: {invalid.why}" for invalid in distinct[:5])
+    first = "".join(f"\n{invalid.source}, row {invalid.row}: {invalid.why}" for invalid in card.invalid[:5])
     if len(card.invalid) > options.max_invalid * rows:
         raise ConfigError(
             f"{len(card.invalid)} of {rows} rows are invalid, more than --max-invalid {options.max_invalid}; "
@@ -214,25 +196,7 @@ def _check_result(card: Card, options: PrepareOptions) -> None:
         )
     if not card.kept:
         told = ", ".join(f"{name} {count}" for name, count in card.dropped.items()) or "there are none"
-        conflicts = (
-            "; rows with conflicting answers ask the same question: write something of the row into each"
-            if card.dropped.get(_CONFLICTING)
-            else ""
-        )
-        raise ConfigError(
-            f"no row of {rows} is left ({told}); nothing was written{_lengths(card)}{conflicts}{first}"
-        )
-
-
-def _lengths(card: Card) -> str:
-    if not card.too_long:
-        return ""
-    lengths = sorted(card.too_long.elements())
-    return (
-        f"; prompts of more than {card.options.max_prompt_tokens} tokens: the shortest has {lengths[0]}, the "
-        f"median {lengths[len(lengths) // 2]}, the longest {lengths[-1]}: raise --max-prompt-tokens (and the "
-        f"run's --data.max-prompt-tokens)"
-    )
+        raise ConfigError(f"no row of {rows} is left ({told}); nothing was written{first}")
 
 
 def data_command(arguments: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.data.prepare.normal_form import answer_text, commuted_key, key, ngrams, tokens, words
+from bapo_megatron.data.prepare.normal_form import answer_text, key, ngrams, words
 from bapo_megatron.data.prepare.problems import Problem
 from bapo_megatron.data.prompts import prompt_token_ids
 from bapo_megatron.data.rows import RowError, difficulty_of
@@ -33,13 +33,6 @@ INVALID = "invalid"
 
 COMMON = 3
 """N-grams in this many evaluation problems or more do not count."""
-
-TEMPLATE, TEMPLATE_SHARE = 20, 0.01
-"""N-grams in this number and share of training questions are a template and do not count."""
-
-TEMPLATED, TEMPLATED_LEAST = 0.25, 0.8
-"""Share of template n-grams from which a problem counts as a template, and the share of its other n-grams
-that then makes a match."""
 
 OWN = 4
 """Least n-grams of a problem for computing its share."""
@@ -67,10 +60,10 @@ class Duplicates:
         self._torn: set[bytes] = set()
         self._kept: set[bytes] = set()
 
-    def show(self, problem: Problem) -> bool:
-        """First pass: remember the prompt and its answer; return whether the prompt is new."""
+    def show(self, problem: Problem) -> None:
+        """First pass: remember the prompt and its answer."""
         prompt = key(problem.conversation)
-        answer = "" if problem.is_code else _shown(problem.ground_truth)
+        answer = "" if problem.is_code else problem.ground_truth
         first = self._answers.get(prompt)
         if first is None:
             self._answers[prompt] = answer
@@ -79,7 +72,6 @@ class Duplicates:
                 self._answers[prompt] = answer
             elif not (answer and self._unreadable(answer)):
                 self._torn.add(prompt)
-        return first is None
 
     def _agree(self, answer: str, other: str) -> bool:
         if answer_text(answer) == answer_text(other):
@@ -100,11 +92,6 @@ class Duplicates:
         self._kept.add(key(problem.conversation))
 
 
-def _shown(answer: str) -> str:
-    """Return the answer or, to save memory, the digest of one too long for any reward to parse."""
-    return answer if len(answer) <= MAX_ANSWER_CHARACTERS else key(answer_text(answer)).hex()
-
-
 def same_answer(answer: str, other: str) -> bool:
     """Whether the mathematics reward accepts one of two ground truths as an answer to the other."""
     pairs = ((answer, other), (other, answer))
@@ -120,106 +107,51 @@ class EvaluationProblem:
     question: str
 
 
-@dataclass(frozen=True)
-class Match:
-    """Result of ``Contamination.match``: the evaluation problem with the largest overlap, and its share."""
-
-    problem: EvaluationProblem
-    share: float
-    """Share of the problem's n-grams in the question; 1 for an equal normal form."""
-
-
 class Contamination:
-    """Decontamination: an n-gram index of evaluation problems, in two passes over the training questions.
-
-    Call ``show`` for each distinct question, ``settle`` once, then ``match`` for each question: it returns a
-    ``Match`` or None.
+    """Decontamination: an n-gram index of evaluation problems. ``match`` returns the problem that a training
+    question overlaps with most, and the share of its n-grams, 1 for an equal normal form; or None.
 
     An evaluation problem contaminates a training question that contains at least ``share`` of the problem's
     word n-grams. N-grams in ``COMMON`` or more problems do not count: contest problems, like hundreds of
     training questions, end alike ("where m and n are relatively prime positive integers, find m + n").
-    Templates, n-grams of many training questions, do not count either: problems of a template differ in a few
-    numbers and names, and a shared one is no contamination. Of a problem that is partly a template
-    (``TEMPLATED``) the question must have at least 0.8 of the rest. A question that contains a whole problem
-    is contaminated, however many do.
-
     A problem with fewer than ``OWN`` counted n-grams ("7 + 9 =") has no reliable share: it must be equal in
-    normal form, except for the order of a sum or product.
+    normal form.
     """
 
     def __init__(self, problems: Iterable[EvaluationProblem], size: int, share: float) -> None:
         """``size``: words per n-gram; ``share``, in (0, 1]: least contaminating share of a problem."""
         self._size, self._share = size, share
-        distinct: dict[bytes, EvaluationProblem] = {}
+        self._equal: dict[bytes, EvaluationProblem] = {}
         for problem in problems:
-            distinct.setdefault(key(problem.question), problem)
-        self._problems = list(distinct.values())
-        self._equal: dict[bytes, int] = {}
-        for number, problem in enumerate(self._problems):
-            self._equal.setdefault(commuted_key(problem.question), number)
+            self._equal.setdefault(key(problem.question), problem)
+        self._problems = list(self._equal.values())
         having: defaultdict[str, list[int]] = defaultdict(list)
         for number, problem in enumerate(self._problems):
             for gram in ngrams(words(problem.question), size):
                 having[gram].append(number)
         self._having = {gram: numbers for gram, numbers in having.items() if len(numbers) < COMMON}
         self._counts = Counter(number for numbers in self._having.values() for number in numbers)
-        self._least = dict.fromkeys(self._counts, share)
-        self._questions, self._trained = 0, Counter[str]()
-        self._templates: dict[str, list[int]] = {}
-        self._texts: dict[int, str] = {}
-        """Normal forms of problems that have a template n-gram."""
 
-    def show(self, question: str) -> None:
-        """First pass: count a question's n-grams; call it once per distinct question, before ``settle``."""
-        self._questions += 1
-        self._trained.update(gram for gram in ngrams(words(question), self._size) if gram in self._having)
-
-    def settle(self) -> None:
-        """End the first pass: remove template n-grams from the index."""
-        least = max(TEMPLATE, TEMPLATE_SHARE * self._questions)
-        having, whole = self._having, self._counts
-        self._having = {gram: problems for gram, problems in having.items() if self._trained[gram] < least}
-        self._templates = {gram: problems for gram, problems in having.items() if gram not in self._having}
-        for number in {number for problems in self._templates.values() for number in problems}:
-            if whole[number] >= OWN:
-                self._texts[number] = _text(self._problems[number].question)
-        self._counts = Counter(number for numbers in self._having.values() for number in numbers)
-        for number, count in self._counts.items():
-            if count <= (1 - TEMPLATED) * whole[number]:
-                self._least[number] = max(self._share, TEMPLATED_LEAST)
-
-    def match(self, question: str) -> Match | None:
-        """Second pass: return the evaluation problem with the most n-grams in the question, or None."""
-        equal = self._equal.get(commuted_key(question))
+    def match(self, question: str) -> tuple[EvaluationProblem, float] | None:
+        equal = self._equal.get(key(question))
         if equal is not None:
-            return Match(self._problems[equal], 1.0)
+            return equal, 1.0
         hits: Counter[int] = Counter()
-        templated: set[int] = set()
         for gram in ngrams(words(question), self._size):
             hits.update(self._having.get(gram, ()))
-            templated.update(self._templates.get(gram, ()))
-        text = _text(question) if templated else ""
-        for number in sorted(templated & self._texts.keys()):
-            if self._texts[number] in text:
-                return Match(self._problems[number], 1.0)
         shares = [(count / self._counts[number], -number) for number, count in hits.items() if count >= OWN]
-        enough = [(share, number) for share, number in shares if share >= self._least[-number]]
-        best, number = max(enough, default=(0.0, 0))
-        return Match(self._problems[-number], best) if enough else None
+        best, number = max(shares, default=(0.0, 0))
+        return (self._problems[-number], best) if best >= self._share else None
 
     def overlap(self, problem: Problem) -> str | None:
-        """Second pass: return the reason to drop a question of an evaluation set, or None."""
+        """Return the reason to drop a question of an evaluation set, or None."""
         match = self.match(problem.dialogue)
         if match is None and len(problem.messages) > 1:
             match = self.match(problem.question)
         if match is None:
             return None
-        return f"has {match.share:.0%} of {match.problem.suite}, row {match.problem.row}"
-
-
-def _text(question: str) -> str:
-    """Return the normal form as text, for token-wise substring search."""
-    return f" {' '.join(tokens(question))} "
+        problem_of_set, share = match
+        return f"has {share:.0%} of {problem_of_set.suite}, row {problem_of_set.row}"
 
 
 def difficulty_filter(path: str, least: float, most: float) -> Filter:
@@ -234,14 +166,12 @@ def difficulty_filter(path: str, least: float, most: float) -> Filter:
     return why
 
 
-def length_filter(tokenizer: Any, most: int, lengths: Counter[int], too_long: Counter[int]) -> Filter:
-    """Return a filter that drops prompts of more than ``most`` tokens. ``too_long`` counts their lengths,
-    ``lengths`` those of the others."""
+def length_filter(tokenizer: Any, most: int, lengths: Counter[int]) -> Filter:
+    """Return a filter that drops prompts of more than ``most`` tokens; ``lengths`` counts those of others."""
 
     def why(problem: Problem) -> str | None:
         count = len(prompt_token_ids(problem.messages, tokenizer))
         if count > most:
-            too_long[count] += 1
             return f"its prompt has {count} tokens"
         lengths[count] += 1
         return None

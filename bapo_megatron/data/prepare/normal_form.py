@@ -16,15 +16,6 @@ _SAME = re.compile(r"\\[dt](?=frac|binom)")
 _TOKEN = re.compile(r"[\u3400-\u9fff]|\\?[^\W\d_\u3400-\u9fff]+|\d+|\S")
 """Token: a character of a script without spaces, a word or command, a number, or a symbol."""
 
-_NUMBER = r"\d+(?: \. \d+)?"
-_COMMUTATIVE = re.compile(
-    r"(?<![-+*/^\u00d7\u00f7\u00b7] )(?<!\\times )(?<!\\cdot )(?<!\\div )(?<!\d \. )(?<![\w\\])"
-    rf"{_NUMBER} (?P<sign>[+*\u00d7\u00b7]|\\times|\\cdot) {_NUMBER}(?: (?P=sign) {_NUMBER})*"
-    r"(?!\d)(?! (?:[-+*/^\u00d7\u00f7\u00b7!(%]|[a-z](?: |$)|\. \d|\\(?:times|cdot|div)))"
-)
-"""In a normal form: numbers joined by one commutative sign, with no other sign before or after and no letter
-after: ``3 + 4 x`` is another sum than ``4 + 3 x``."""
-
 
 def tokens(question: str) -> list[str]:
     """Return a question's normal form: its words, commands, numbers and symbols, in order."""
@@ -43,21 +34,7 @@ def words(question: str) -> list[str]:
 
 def key(question: str) -> bytes:
     """Return the hash of a question's normal form, 16 bytes."""
-    return _hash(" ".join(tokens(question)))
-
-
-def _hash(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()[:16]
-
-
-def commuted_key(question: str) -> bytes:
-    """Return ``key`` with sorted numbers in plain sums and products: ``3 + 4`` equals ``4 + 3``."""
-    return _hash(_COMMUTATIVE.sub(_in_order, " ".join(tokens(question))))
-
-
-def _in_order(run: re.Match[str]) -> str:
-    sign = f" {run['sign']} "
-    return sign.join(sorted(run[0].split(sign), key=lambda number: (float(number.replace(" ", "")), number)))
+    return hashlib.sha256(" ".join(tokens(question)).encode()).digest()[:16]
 
 
 def answer_text(answer: str) -> str:

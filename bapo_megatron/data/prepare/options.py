@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +23,6 @@ from bapo_megatron.config.validation import (
     raise_problems,
 )
 from bapo_megatron.data.prepare.reasoning_gym import PREFIX
-from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.functions import load_function
 
 DATA_FILE, CARD_FILE, CARD_TEXT = PREPARED, "card.json", "README.md"
 """Files of a prepared folder: problems, data card as JSON and as text."""
@@ -132,50 +127,11 @@ class PrepareOptions:
         names = REWARD_FUNCTIONS + REWARD_ENDPOINTS
         if reward not in names and ":" not in reward:
             yield f"reward={reward} must be one of {', '.join(names)}, or your own as module:function"
-        if ":" in reward and (problem := reward_problem(reward)):
-            yield problem
 
     def _generation_problems(self) -> Iterator[str]:
-        generated = any(source.startswith(PREFIX) for source in self.sources)
-        has_options = (self.size, self.seed, self.task_settings) != (None, 0, "{}")
-        if has_options and not generated:
-            yield f"size, seed and task_settings are for a source {PREFIX}TASK,TASK; there is none"
         try:
             is_object = isinstance(json.loads(self.task_settings), dict)
         except ValueError:
             is_object = False
         if not is_object:
             yield f'task_settings={self.task_settings} must be one JSON object, such as {{"max_terms": 2}}'
-        if self.system_prompt is not None and not self.system_prompt.strip():
-            yield "system_prompt is empty: leave it out, or give a text"
-
-
-def reward_problem(path: str) -> str | None:
-    """Return the error in the dotted path of a user's reward function, or None. A module or import may exist
-    only on the run's machines: that is only a warning."""
-    module, _, function = path.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), function)):
-        return f"reward={path} is not a module:function"
-    here = sorted(file.stem for file in Path.cwd().glob("*.py"))
-    try:
-        exists = module in here or importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        exists = False
-    if not exists:
-        if near := difflib.get_close_matches(module, here, 1):
-            _warn(f"reward={path}: there is no module {module} here; did you mean {near[0]}:{function}?")
-        return None
-    try:
-        load_function(path)
-    except ConfigError as error:
-        if isinstance(error.__cause__, ImportError):
-            _warn(f"{error}; this is not checked any further")
-            return None
-        names = [name for name, value in vars(sys.modules.get(module, sys)).items() if callable(value)]
-        near = difflib.get_close_matches(function, names, 1) if module in sys.modules else []
-        return f"{error}; did you mean {module}:{near[0]}?" if near and near[0] != function else str(error)
-    return None
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)

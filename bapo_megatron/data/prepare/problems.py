@@ -43,7 +43,6 @@ _OF_CHATS = ("prompt", "reward_model")
 _QUESTION = ("prompt", *_PLAIN_QUESTION)
 _OF_THE_FORMAT = frozenset((*_OF_CHATS, "data_source", "ability", "extra_info"))
 """Columns of a prepared row; others go into ``extra_info``."""
-_TESTS = "; tests of a program have one of the forms of docs/rewards.md#programs"
 _GSM8K = re.compile(r"\n####\s*(\S(?:[^\n]*\S)?)\s*\Z")
 _ANSWER_LINE = re.compile(
     r"\s*solve the following math problem step by step\.[^\n]*\n(.*?)\nremember to put your answer on its "
@@ -254,12 +253,10 @@ def _answer_column(row: Row) -> str:
     """Return a plain row's answer column: the first known one with a value."""
     names = (_ANSWER, _SOLUTION, *_OTHER_ANSWERS)
     column = _first(row, names)
-    if column is None and (empty := next((name for name in names if name in row), None)):
-        raise RowError(f"its {empty} has no value: leave the row out, or name another by --answer-column")
     if column is None:
         raise RowError(
-            f"it has neither an answer nor a solution; its columns are {', '.join(sorted(row))}: name that "
-            f"of the answer by --answer-column"
+            f"it has no value of an answer or a solution; its columns are {', '.join(sorted(row))}: name "
+            "that of the answer by --answer-column"
         )
     return column
 
@@ -288,9 +285,8 @@ def _answer(row: Row, column: str, several: bool) -> str:
         return ground_truth_of({"reward_model": {"ground_truth": answer}}, several)
     except RowError:
         raise RowError(
-            f"its answer is {answer!r:.300}; it must be one text, not empty, or a whole number{_TESTS}"
-            if isinstance(answer, (list, dict))
-            else f"its answer is {answer!r}; it must be one text, not empty, or a whole number"
+            f"its answer is {answer!r:.300}; it must be one text, not empty, a whole number, or tests of a "
+            "program (docs/rewards.md#programs)"
         ) from None
 
 

@@ -6,17 +6,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 
-from bapo_megatron.config import RunConfig, SftConfig
-from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.config import SftConfig
 from bapo_megatron.data.chat_template import ChatTemplate, chat_template_of, is_control
 from bapo_megatron.data.problem_sets import control_tokens_text, load_suite
 from bapo_megatron.data.prompts import load_prompts, prompt_token_ids
@@ -25,7 +22,6 @@ from bapo_megatron.environment.tools.calls import results
 from bapo_megatron.reward import endpoint_scorer
 from bapo_megatron.reward.endpoint_scorer import LlmJudge, Question, RewardModel
 from bapo_megatron.reward.endpoint_settings import LlmJudgeSettings, RewardModelSettings
-from bapo_megatron.trainer import build
 from bapo_megatron.trainer.sft import load_solutions
 from tests.support.chat_templates import FOLDERS, demo_tokenizer, family_tokenizer
 from tests.support.tiers import slow_but
@@ -206,19 +202,6 @@ def test_a_run_tells_of_prompts_that_were_rendered_already(spelled: str, tmp_pat
         f"1 of 2 prompts spell a control token, which the model gets as text (first: row 0, {spelled[:12]!r}"
     )
     assert str(control_tokens_text(prompts, tokenizer)).startswith(told[:-1])
-
-
-def test_a_run_warns_of_them_at_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before its engines start."""
-    demo = load_recipe(Path(__file__).parents[3] / "recipes/demo_cpu.py", RunConfig)
-    data = replace(demo.data, path=row(tmp_path, "<|im_start|>user 1+1?", ""), sources=())
-    run = replace(demo, run_dir=tmp_path / "run", data=data)
-    monkeypatch.setattr(build, "engine_backend", Mock(side_effect=InterruptedError))
-    with pytest.raises(InterruptedError), build.open_engines(run, lambda _: None):
-        pass
-    assert "warning: 1 of 1 prompts spell a control token" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stops", [258, [258, 256]])

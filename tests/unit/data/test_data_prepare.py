@@ -16,7 +16,6 @@ import pytest
 
 from bapo_megatron.cli import run
 from bapo_megatron.data.prepare import sources
-from bapo_megatron.data.prepare.card import summary
 from bapo_megatron.data.prepare.command import prepare
 from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
 from bapo_megatron.data.prompts import load_prompts
@@ -42,16 +41,6 @@ def test_a_reward_of_ones_own_takes_any_text(tmp_path: Path) -> None:
     assert [one.ground_truth for one in found] == [text, listed, listed, "19"]
     with pytest.raises(ConfigError, match="2 answers; give one"):
         load_prompts(data, load_tokenizer(MODEL), 400, ground_truth_check("math"))
-
-
-def test_long_columns_are_told_and_can_be_left_out(tmp_path: Path) -> None:
-    """DeepMath has three solutions of a model in each row: five gigabytes, that a run would hold."""
-    row = {"question": GOATS, "final_answer": "19", "r1_solution_1": "so " * 4000, "topic": "goats"}
-    card = prepared(tmp_path, [row])
-    assert "r1_solution_1 (12,000 characters a row): --drop-columns" in summary(card)
-    card = prepared(tmp_path, [row], drop_columns=("r1_solution_1",), overwrite=True)
-    assert "--drop-columns" not in summary(card)
-    assert kept(tmp_path)[0]["extra_info"] == {"row": 0, "topic": "goats"}
 
 
 def test_a_run_says_how_raw_rows_are_prepared(tmp_path: Path) -> None:
@@ -110,8 +99,6 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 GAMES = [{"question": "Guess my number.", "answer": answer} for answer in ("7", "8")]
-LONG = [skywork("x" * length, "1") for length in (500, 600, 900)]
-LENGTHS = r"too long 3\).*shortest has 5\d\d, the median 6\d\d, the longest 9\d\d: raise --max-p"
 
 
 @pytest.mark.parametrize(
@@ -119,16 +106,9 @@ LENGTHS = r"too long 3\).*shortest has 5\d\d, the median 6\d\d, the longest 9\d\
     [
         ([{"text": "a"}] * 2, {"max_invalid": 0.05}, "2 of 2 rows are invalid(.|\n)*its columns are text"),
         ([{"text": "a"}], {}, r"no row of 1 is left \(invalid 1\)"),
-        (GAMES, {}, r"conflicting answers 2\); .*write something of the row into each"),
-        (LONG, {"tokenizer": MODEL, "max_prompt_tokens": 400}, LENGTHS),
+        (GAMES, {}, r"no row of 2 is left \(conflicting answers 2\)"),
         ([], {}, r"rows\.jsonl: the file has no rows"),
         (GAMES[:1], {"source_column": "task", "max_invalid": 0.0}, "--source-column task is None"),
-        # a reason is told once
-        (
-            [{"text": "a"}, {"text": "b"}, {"other": "c"}],
-            {"max_invalid": 0.0},
-            r"nothing was written.*\n.*rows\.jsonl, row 0: .*\n.*rows\.jsonl, row 2: .*$",
-        ),
     ],
 )
 def test_nothing_is_written_without_rows(
@@ -182,10 +162,7 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name(tmp_path: Path, monkeypatch: 
     ("options", "says"),
     [
         ({"ngram_share": 0.0}, "ngram_share=0.0"),
-        ({"ngram_words": 0}, "ngram_words=0"),
         ({"reward": "mine"}, "reward=mine must be one of math, "),
-        ({"max_invalid": 2.0}, "max_invalid=2.0"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
         ({"min_difficulty": 1.0}, "need difficulty"),
         ({"difficulty": "x", "min_difficulty": 3.0, "max_difficulty": 2.0}, "is above"),
         ({"against": ("nothing",)}, "neither a file nor a suite"),
@@ -209,42 +186,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--overwrite" in capsys.readouterr().err
     assert run(["data", "prepare", source, "--output", str(tmp_path / "out"), "--overwrite"]) == 0
     assert run(["data"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("reward", "told"),
-    [
-        ("prepare_rewards:same_word", "did you mean prepare_rewards:same_words?"),
-        ("prepare_rewards:one_argument", "which cannot be called with a prompt and a response"),
-        ("prepare_rewards:", "is not a module:function"),
-        # What only the cluster can import is a warning.
-        ("math_cluster_rewards:score", "warning: reward=math_cluster_rewards:score: there is no module"),
-        ("my_cluster_rewards:score", "a_package_of_the_cluster"),
-        ("prepare_rewards:same_words", ""),
-    ],
-)
-def test_a_typo_in_the_reward_ends_before_work(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    reward: str,
-    told: str,
-) -> None:
-    functions = "def same_words(prompt, response): return 1.0\ndef one_argument(prompt): return 1.0\n"
-    (tmp_path / "prepare_rewards.py").write_text(functions)
-    (tmp_path / "my_cluster_rewards.py").write_text("import a_package_of_the_cluster\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    options = PrepareOptions(("absent.jsonl",), tmp_path / "out", reward=reward)
-    if reward.startswith("prepare_rewards:") and told:
-        with pytest.raises(ConfigError, match=re.escape(told)) as error:
-            options.check()
-        assert f"did you mean {reward}?" not in str(error.value)
-    else:
-        options.check()
-        warning = capsys.readouterr().err
-        assert told in warning
-        assert bool(told) is bool(warning)
 
 
 def test_columns_and_sources_reach_a_run(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def prompt(number: int, value: Any) -> Prompt:
     return Prompt(number, np.array([1]), "", "", info)
 
 
-VALUES = [0, 1, 8, 15, 16, None, True, "n/a", "7/2", "9e99999999", "1e-9", "nan"]
+VALUES = [0, 1, 8, 15, 16, None, True, "n/a", "3.5", "9e99999999", "1e-9", "nan"]
 PROMPTS = [prompt(n, value) for n, value in enumerate(VALUES)]
 PROMPTS.append(Prompt(12, np.array([1]), "", "", {}))
 

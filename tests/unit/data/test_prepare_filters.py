@@ -33,8 +33,7 @@ HONEST = f"The sum of the first terms of a made up series {ENDING}"
         ("One two three four.", [FOUR_WORDS], 2, 0.3, 1),
         ("Compute $1+1$", [SUM], 8, 0.3, 1),
         ("Compute $1+1$ and then 2", [SUM], 8, 0.3, None),
-        ("The final answer: 4 + 3 =", ["The final answer: 3 + 4 ="], 8, 0.3, 1),
-        ("The final answer: 4 + 5 =", ["The final answer: 3 + 4 ="], 8, 0.3, None),
+        ("The final answer: 4 + 3 =", ["The final answer: 3 + 4 ="], 8, 0.3, None),
         (f"Solve this one: {BAKER.upper()} Thanks!", [GOATS, BAKER], 8, 0.3, 1),
         (f"{BAKER} Say it.", [BAKER] * COMMON, 8, 0.3, 1),  # in several sets it is not common
         (HONEST, CONTEST, 8, 0.3, None),  # an ending of COMMON problems is
@@ -46,22 +45,8 @@ def test_the_share_of_a_problem_that_a_question_has(
 ) -> None:
     found = Contamination([EvaluationProblem("s", n, p) for n, p in enumerate(problems)], size, least)
     match = found.match(question)
-    assert (match and match.share) == share
-    assert match is None or match.problem.row == len(problems) - 1 or problems[0] == problems[-1]
-
-
-def test_a_problem_that_many_questions_hold_is_no_template_of_theirs() -> None:
-    """25 rephrasings around one evaluation problem: its n-grams are those of 20 questions or more."""
-    numbers = "Let x and y be real numbers such that x squared plus y squared equals nineteen"
-    problem = f"{numbers} and their product is seven. Find the sum of their fourth powers."
-    index = Contamination([EvaluationProblem("s", 0, problem)], 8, 0.3)
-    held = [f"Student {number} of {number + 40} was asked this: {problem}" for number in range(25)]
-    other = held[0].replace("nineteen", "twenty")
-    for question in [*held, other]:
-        index.show(question)
-    index.settle()
-    assert [match.share for one in held if (match := index.match(one))] == [1.0] * 25
-    assert index.match(other) is None
+    assert (match and match[1]) == share
+    assert match is None or match[0].row == len(problems) - 1 or problems[0] == problems[-1]
 
 
 def test_each_filter_leaves_out_what_it_must(tmp_path: Path) -> None:
@@ -90,9 +75,9 @@ def test_each_filter_leaves_out_what_it_must(tmp_path: Path) -> None:
     assert [one.row for one in card.invalid] == [9, 10]
     assert sum(card.dropped.values()) + card.kept == len(rows)
     assert card.examples["contaminated"][0].why == "has 100% of held_out, row 0"
+    assert card.as_json()["examples"].keys() == card.dropped.keys()
     text = (tmp_path / "out" / CARD_TEXT).read_text()
-    for reason in card.dropped:
-        assert f"## Examples: {reason}" in text
+    assert all(f"left out: {count} {reason}\n" in text for reason, count in card.dropped.items())
 
 
 def test_the_same_tests_of_a_program_are_no_conflict(tmp_path: Path) -> None:

@@ -24,11 +24,9 @@ from tests.support.preparation import GOATS, MODEL, TESTS, kept, prepared, quest
     ("row", "answer"),
     [
         (skywork(GOATS, '["19"]'), "19"),
-        ({"problem": GOATS, "answer": "19", "solution": "12 + 7 = 19"}, "19"),  # DeepScaleR
         ({"problem": GOATS, "solution": "so", "answer": "19", "subject": "Algebra", "level": 2}, "19"),
         ({"ID": "2024-I-1", "Problem": GOATS, "Solution": "so", "Answer": 19}, "19"),
         ({"id": 60, "problem": GOATS, "solution": "12+7 is \\boxed{19}", "url": "none"}, "19"),
-        ({"question": GOATS, "answer": "019"}, "019"),
         ({"question": GOATS, "answer": "12 + 7 = <<12+7=19>>19\n#### 19"}, "19"),  # GSM8K
         ({"question": GOATS, "answer": "####  1,900 "}, "1,900"),
         ({"question": GOATS, "answer": "a #### b"}, "a #### b"),
@@ -40,7 +38,6 @@ from tests.support.preparation import GOATS, MODEL, TESTS, kept, prepared, quest
         ({"question": GOATS, "final_answer": "19", "r1_solution_1": "so"}, "19"),  # DeepMath
         ({"problem": GOATS, "generated_solution": "so", "expected_answer": "19"}, "19"),  # OpenMathReasoning
         ({"prompt": [{"role": "user", "content": GOATS}], "label": "19"}, "19"),  # slime
-        ({"problem": GOATS, "solutions": ["s"], "tests": "19"}, "19"),  # the columns of DeepCoder
         ({"prompt": [{"role": "user", "content": GOATS}], "question": "", "answer": 19}, "19"),  # verifiers
         ({"prompt": GOATS, "solution": "$\\boxed{19}$", "reward_model": None}, "19"),  # TRL
         ({"prompt": GOATS, "reward_model": {"ground_truth": "19"}, "data_source": "math_dapo"}, "19"),
@@ -129,10 +126,9 @@ def test_programs_are_asked_for_as_a_block() -> None:
     [
         ({"text": "hello"}, "its columns are text;"),
         ({"problem": " ", "answer": "1"}, "the problem is ' '"),
-        ({"problem": GOATS}, "neither an answer nor a solution"),
+        ({"problem": GOATS, "answer": None}, "it has no value of an answer"),
         ({"problem": GOATS, "answer": ""}, "its answer is ''"),
         ({"problem": GOATS, "answer": 1.5}, "its answer is 1.5"),
-        ({"problem": GOATS, "answer": None}, "its answer has no value"),
         ({"problem": GOATS, "tests": {"in": ["1"]}}, "tests of a program"),
         ({"problem": GOATS, "solution": "none"}, "no \\boxed"),
         ({"problem": GOATS, "answer": True}, "True"),

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_megatron.data.prepare.sources import HubSource, open_source
-from bapo_megatron.data.prompts import PromptOrder, check_template, load_prompts
-from bapo_megatron.data.rows import MAX_DEPTH, read_rows
+from bapo_megatron.data.prompts import PromptOrder, load_prompts
+from bapo_megatron.data.rows import read_rows
 from bapo_megatron.errors import ConfigError
 
 
@@ -88,15 +87,13 @@ BROKEN_ROWS: dict[str, tuple[Any, str]] = {
     "no reward model": ({k: v for k, v in row().items() if k != "reward_model"}, "reward_model is missing"),
     "empty ground truth": (row(truth=" "), "ground_truth is ' '"),
     "fraction as ground truth": (row(truth=5.5), "ground_truth is 5.5; it must be the answer as text"),
-    "object as ground truth": (row(truth={"target": 5}), "your own reward function takes any JSON value"),
+    "object as ground truth": (row(truth={"target": 5}), "ground_truth is {'target': 5}"),
     "two answers": (row(truth='["1", "2"]'), "2 answers"),
     "no prompt": (row(prompt=None), "prompt is missing"),
-    "empty prompt": (row(prompt=[]), "prompt is empty"),
     "prompt as text": (row(prompt="1+1="), "prompt is of type str"),
     "empty content": (row(content="  "), "content is '  '"),
     "no role": (row(prompt=[{"content": "1+1="}]), "role is None"),
     "role the template refuses": (row(prompt=[{"role": "tool", "content": "x"}]), "no tools here"),
-    "no data source": (row(data_source=None), "data_source is missing"),
     "extra info as text": (row(extra_info="x"), "extra_info is of type str"),
     "what a check refuses": (row(truth="???"), "ground_truth: no sense"),
 }
@@ -151,13 +148,6 @@ def test_prompts_about_images_are_refused_unless_the_run_has_begun(tmp_path: Pat
     assert len(load_prompts(path, CharacterTokenizer(), 10, begun=True).prompts) == 3
 
 
-def test_whole_numbers_are_answers_for_every_reward(file: Path) -> None:
-    """Texts beside them stay as they are written: the loader would make 5 of 05, and 1000.0 of 1e3."""
-    path = write(file, [row("a", truth="05"), row("b", truth=5), row("c", truth="1e3")])
-    found = load_prompts(path, CharacterTokenizer(), 10, lambda _: None).prompts
-    assert [prompt.ground_truth for prompt in found] == ["05", "5", "1e3"]
-
-
 def test_a_list_that_was_written_as_python(file: Path) -> None:
     r"""As tables have them. math-verify would read two answers as an interval."""
     path = write(file, [row(truth="['\\\\frac{1}{2}']")])
@@ -203,12 +193,6 @@ def test_every_prompt_exactly_once_an_epoch(size: int, seed: int, shuffle: bool,
         assert sorted(index for _, index in epoch) == list(range(size))
 
 
-@given(size=st.integers(1, 20), before=st.integers(0, 60), after=st.integers(0, 60))
-def test_a_place_is_one_number(size: int, before: int, after: int) -> None:
-    order = PromptOrder(size, 3, True)
-    assert order.take(0, before + after)[before:] == PromptOrder(size, 3, True).take(before, after)
-
-
 def test_epochs_and_seeds_differ() -> None:
     orders = {tuple(PromptOrder(50, seed, True).take(start, 50)) for seed in (0, 1) for start in (0, 50)}
     assert len({tuple(index for _, index in order) for order in orders}) == 4
@@ -231,9 +215,6 @@ def test_equal_prompts_throughout_are_refused(file: Path) -> None:
     assert len(load_prompts(file, Deaf(), 10).prompts) == 1
     write(file, [different[0], *different])  # so are repeated ones beside another
     assert len(load_prompts(file, CharacterTokenizer(), 10).prompts) == 3
-    check_template(CharacterTokenizer(), "tokenizer=x")
-    with pytest.raises(ConfigError, match=r"^tokenizer=x: its chat_template ignores the messages"):
-        check_template(Deaf(), "tokenizer=x")
 
 
 ROWS: list[dict[str, Any]] = [
@@ -250,15 +231,12 @@ FILES = {
     "lines in .json": ("rows.json", LINES),
     "a list in .jsonl": ("rows.jsonl", LIST),
     "a mark of the byte order": ("rows.jsonl", MARK + LINES),
-    "a mark before a list": ("rows.json", MARK + LIST),
     "empty lines": ("rows.jsonl", b"\n \n" + LINES.replace(b"\n", b"\r\n\r\n")),
     "objects over several lines": (
         "rows.jsonl",
         b"\n".join(json.dumps(row, indent=2).encode() for row in ROWS),
     ),
-    "objects on one line": ("rows.json", b" ".join(LINES.splitlines())),
     "objects without a space": ("rows.jsonl", b"".join(LINES.splitlines())),
-    "gzip": ("rows.jsonl", gzip.compress(LINES)),
     "gzip by its name": ("rows.jsonl.gz", gzip.compress(MARK + LINES)),
     "a list by gzip": ("rows.json.gz", gzip.compress(LIST)),
 }
@@ -284,20 +262,17 @@ BROKEN = {
     "no object in a list": ("rows.json", b"[{}, 5]", "row 1 (the first is 0): it is not an object: 5"),
     "an open list": ("rows.json", LIST[:-1], "row 0 (the first is 0): not JSON: Expecting ',' delimiter"),
     "a cut line among others": ("rows.jsonl", LINES[:-3] + b"\n" + LINES, "row 1 (the first is 0): not JSON"),
-    "several lists": ("rows.json", b"[{}]\n[{}]", "row 1 (the first is 0): it is not an object: [{}]"),
     "half an object over several lines": (
         "rows.json",
         json.dumps(ROWS[0], indent=1).encode()[:-1],
-        "not JSON: Expecting ',' delimiter, line 13 of it, column 1",
+        "not JSON: Expecting ',' delimiter: line 13 column 1",
     ),
     "half a line": ("rows.jsonl", LINES[:-5], "row 1 (the first is 0): not JSON: Expecting"),
     "another encoding": ("rows.jsonl", LINES.decode().encode("utf-16"), "not JSON: 'utf-8' codec"),
     "an end too early": ("rows.jsonl", gzip.compress(LINES)[:-9], "cannot be read: Compressed file"),
-    "another compression": ("rows.jsonl", b"(\xb5/\xfd\x04", "not JSON: 'utf-8' codec"),
     "no parquet": ("rows.parquet", LINES, "cannot be read as parquet"),
     "another ending": ("rows.parquet.gz", b"", "unknown ending; give one of .jsonl, .json, .parquet"),
-    "control characters": ("rows.jsonl", b"\x00\n", "not JSON"),
-    "brackets of a parser's nightmare": ("rows.jsonl", b"[" * 100_000 + b"\n", "rows.jsonl, "),
+    "brackets of a parser's nightmare": ("rows.jsonl", b"[" * 100_000 + b"\n", "row 0 (the first is 0): not"),
 }
 
 
@@ -367,43 +342,3 @@ def test_no_pickled_type_of_a_parquet_file_runs(name: str, tmp_path: Path) -> No
     pyarrow.parquet.write_table(pyarrow.table([["a"]], schema=schema), path)
     assert read_rows(path) == prepare_reads(path) == [{"prompt": "a"}]
     assert not proof.exists()
-
-
-def test_no_script_of_a_dataset_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of the name of a dataset of the hub, with the script that once loaded it."""
-    folder, proof = tmp_path / "owner/name", tmp_path / "proof"
-    folder.mkdir(parents=True)
-    (folder / "name.py").write_text(f"open({str(proof)!r}, 'w')")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="source owner/name: no such file"):
-        open_source("owner/name", "train", None)
-    for name in ("owner/name", str(folder / "name.py")):
-        with pytest.raises(RuntimeError, match="scripts are no longer supported"):
-            datasets.load_dataset(name)
-    assert not proof.exists()
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-@pytest.mark.parametrize("between", ["", "\n", "\n\n"])
-def test_brackets_within_each_other_end_before_arrow(name: str, between: str, tmp_path: Path) -> None:
-    """Whole, so that JSON has nothing against them: at 100,000 Arrow dies, at 10,000 it takes a minute."""
-    deep = between.join("[" * (MAX_DEPTH + 1)) + between + "]" * (MAX_DEPTH + 1)
-    path = tmp_path / name
-    path.write_text('{"a": "]]"}\n' * (name == "rows.jsonl") + deep + "\n")
-    for read in (read_rows, prepare_reads):
-        with pytest.raises(ConfigError, match=rf"{name}, (row|line) \d+.*: (more than 100 br|not JSON)"):
-            read(path)
-
-
-@pytest.mark.parametrize("end", ["", "\n", "\\", "\\\n"])
-def test_brackets_in_texts_are_not_counted(end: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows = [{"a": "[" * 200 + '\\"{'}, {"a": "]"}] * 200
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_rows(path) == rows
-    # A text without an end is read once: a search from each quote in it would take hours.
-    path.write_text('{"a": "b"}\n{"a": "' + r"print(\"[{\") " * 50_000 + end)
-    start = time.process_time()
-    with pytest.raises(ConfigError, match=r"row 1 .*not JSON"):
-        read_rows(path)
-    assert time.process_time() - start < 20

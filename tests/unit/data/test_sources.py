@@ -28,7 +28,7 @@ from bapo_megatron.reward.functions import check_functions
 from bapo_megatron.rollout.sampler.state import GroupSummary
 from bapo_megatron.trainer.sft import _batches, load_solutions
 from bapo_megatron.types import StepBatch
-from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids
+from tests.support.sampling import ScriptedEngine, World, mixed
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/demo_cpu.py"
@@ -191,24 +191,9 @@ def world(folder: Path, weights: tuple[float, ...] = (2, 1), digest: str = "bb")
     return found
 
 
-ORDER = [0, 8, 1, 2, 9, 3, 4, 10, 5, 6, 11, 7]
-
-
 async def steps_of(one: World, first: int, last: int) -> list[StepBatch]:
     async with one.sampling(first_step=first):
         return [await one.train(step) for step in range(first, last + 1)]
-
-
-async def test_a_sampler_mixes_and_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    batches = await steps_of(world(tmp_path), 1, 2)
-    batches += await steps_of(world(tmp_path), 3, 4)
-    assert [number for batch in batches for number in prompt_ids(batch)] == ORDER
-    metrics = batches[0].metrics
-    assert metrics["source/a/rollout/groups"] == 2
-    assert metrics["source/b/rollout/groups_sampled"] == 1
-    assert metrics["source/a/reward/mean"] == metrics["source/b/reward/mean"] == 0.5
-    assert metrics["source/a/rollout/length_mean"] == metrics["rollout/length_mean"]
-    assert batches[0].groups[1].prompt.source == "b"
 
 
 async def test_another_weight_or_file_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Sources without a network (reasoning-gym, champ), system messages, templated problems held apart."""
+"""Sources without a network (reasoning-gym, champ); system messages."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ import pytest
 from bapo_megatron.cli import run
 from bapo_megatron.data.prepare import reasoning_gym, sources
 from bapo_megatron.data.prepare.command import prepare
-from bapo_megatron.data.prepare.filters import TEMPLATE, Contamination, EvaluationProblem
-from bapo_megatron.data.prepare.normal_form import commuted_key, key
 from bapo_megatron.data.prepare.options import DATA_FILE, PrepareOptions
 from bapo_megatron.data.prepare.sources import open_source
 from bapo_megatron.data.problem_sets import load_suite
@@ -72,15 +71,13 @@ def test_a_task_that_does_not_exist_is_one_line(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"digits": 1}, "chain_sum has no setting digits; it has allow_negation, max_digits, "),
-        ({"seed": 1}, "chain_sum has no setting seed"),
-        (1, "those of chain_sum are 1; they must be an object"),
+        ({"digits": 1}, 'chain_sum refuses {"digits": 1}: .*digits'),
         ({"min_terms": 0}, 'chain_sum refuses {"min_terms": 0}: min_terms must be positive'),
         ({"min_terms": 3}, "None"),
     ],
 )
 def test_settings_that_a_task_refuses(settings: Any, message: str) -> None:
-    assert message in str(reasoning_gym._problem([{"task": "chain_sum", "settings": settings}]))
+    assert re.search(message, str(reasoning_gym._problem([{"task": "chain_sum", "settings": settings}])))
 
 
 def test_a_task_with_too_few_questions_says_how_many() -> None:
@@ -103,13 +100,8 @@ def test_packages_that_are_absent_are_one_line(monkeypatch: pytest.MonkeyPatch) 
     ("sources", "options", "message"),
     [
         ("reasoning-gym:chain_sum a.jsonl", {"size": 3}, "prepare it apart, or give --reward"),
-        ("a.jsonl", {"size": 3}, "size, seed and task_settings are for a source reasoning-gym:TASK,TASK"),
         ("reasoning-gym:chain_sum", {"size": 0}, "size=0 must be at least 1"),
-        ("reasoning-gym:chain_sum", {"task_settings": "[1]"}, "must be one JSON object"),
         ("reasoning-gym:chain_sum", {"task_settings": "{"}, "must be one JSON object"),
-        ("a.jsonl", {"system_prompt": " "}, "system_prompt is empty"),
-        ("reasoning-gym:", {"size": 3}, "it names no task"),
-        ("reasoning-gym:chain_sum,chain_sum", {"size": 3}, "names a task twice"),
         ("reasoning-gym:chain_sum", {}, "how many problems"),
         ("reasoning-gym:chain_sum,products", {"size": 1}, "--size 1 is less than one problem for each of 2"),
     ],
@@ -167,76 +159,3 @@ def test_a_system_message_takes_the_place_of_one(tmp_path: Path) -> None:
         found = [one["prompt"] for one in read_rows(tmp_path / "out" / DATA_FILE)]
         assert [one[0]["content"] if len(one) == 2 else None for one in found] == systems
         assert [one[-1]["content"] for one in found] == ["2 + 2?", "1 + 2?"]
-
-
-STORY = (
-    "On her way home from the market {} the old baker of our town counts the small brown eggs in her basket"
-    " and finds {} of them while her brother carries {} more in his hat. How many eggs do they have?"
-)
-STORIES = [STORY.format(f"N{a * b % 7}", a, b) for a in range(10, 30) for b in range(40, 60)]
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ("3 + 4", "4 + 3", True),
-        ("What is 3 * 4 * 5?", "what is 5 * 3 * 4", True),
-        ("1.5 + 2", "2 + 1.5", True),
-        (r"$3 \times 4$", r"4\times3", True),
-        ("( 3 + 4 ) - 1", "( 4 + 3 ) - 1", True),
-        ("3 - 4", "4 - 3", False),
-        ("3 / 4", "4 / 3", False),
-        ("2 - 3 + 4", "2 - 4 + 3", False),
-        ("3 * 4 + 5", "3 * 5 + 4", False),
-        ("2 ^ 3 + 4", "2 ^ 4 + 3", False),
-        ("3 + 4 * 5", "4 + 3 * 5", False),
-        ("1.5 + 2", "1.2 + 5", False),
-        ("3 + 44", "4 + 34", False),
-        ("3 + 4x", "4 + 3x", False),
-        ("3 + 4 %", "4 + 3 %", False),
-        ("3 + 4 apples", "4 + 3 apples", True),
-        ("3 + 4", "3 * 4", False),
-    ],
-)
-def test_the_order_of_a_sum_or_a_product_does_not_count(one: str, other: str, same: bool) -> None:
-    assert (commuted_key(one) == commuted_key(other)) is same
-    assert key(one) != key(other)
-
-
-def lost(held_out: str, questions: list[str], shown: list[str]) -> list[str]:
-    index = Contamination([EvaluationProblem("s", 0, held_out)], 8, 0.3)
-    for question in shown:
-        index.show(question)
-    index.settle()
-    return [question for question in questions if index.match(question) is not None]
-
-
-def test_a_template_of_many_training_questions_does_not_count() -> None:
-    """400 stories that differ in a name and two numbers: of one that is held out only itself is left out."""
-    held_out = STORIES[123]
-    assert lost(held_out, STORIES, []) == STORIES, "without the count of the others it is in all of them"
-    assert lost(held_out, STORIES, STORIES) == [held_out]
-    assert len(lost(held_out, STORIES, STORIES[: TEMPLATE - 1])) == 400, "so few are not a template"
-
-
-def test_what_surrounds_a_template_is_compared_as_before() -> None:
-    """A problem whose last sentence many questions have: a copy with another beginning is found."""
-    ending = "Write the answer as a fraction in lowest terms and add its two parts"
-    lamps = "A lamp blinks every eleven seconds and its red neighbour blinks every seventeen seconds."
-    others = [f"Number {n} of this series is {n * n} plus one half. {ending}" for n in range(40)]
-    disguised = f"Please think. {lamps} {ending}"
-    assert lost(f"{lamps} {ending}", [*others, disguised], [*others, disguised]) == [disguised]
-
-
-def test_the_command_counts_the_templates_of_its_sources(tmp_path: Path) -> None:
-    """A question that is there often counts once: it is not a template."""
-    often = "Walking or talking, singing, reading, playing, jumping, cooking, drawing, building, planting"
-    held_out = [{"problem": one, "answer": "9"} for one in (STORIES[3], f"{often} and more?")]
-    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
-    rows = [{"problem": story, "answer": str(n)} for n, story in enumerate(STORIES)]
-    rows += [{"problem": f"{often} again", "answer": "1"}] * 30
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"against": (str(tmp_path / "held_out.jsonl"),)}
-    card = prepare(PrepareOptions((str(tmp_path / "rows.jsonl"),), tmp_path / "out", **options))
-    assert card.dropped == {"contaminated": 31}
-    assert STORIES[3] not in (tmp_path / "out" / DATA_FILE).read_text()

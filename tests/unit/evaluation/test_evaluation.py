@@ -91,13 +91,7 @@ NO_ANSWER = [{**row, "reward_model": {"ground_truth": "-"}} for row in ROWS]
     [
         (None, {}, r"bapo data prepare SOURCE --output .*none"),
         ([*ROWS, LONG], {}, "1 of its prompts have more than max_prompt_tokens=90"),
-        # `bapo eval` has `--reward`; a run `--reward.function`, and the message names its field.
-        (NO_ANSWER, {"reward_function": "math", "reward_flag": "--reward"}, "set reward=bapo_"),
-        (
-            NO_ANSWER,
-            {"reward_function": "math", "reward_flag": "--reward.function"},
-            "set reward.function=bapo_",
-        ),
+        (NO_ANSWER, {"reward_function": "math"}, "set reward.function=bapo_"),
     ],
 )
 def test_a_suite_that_cannot_be_asked(tmp_path: Path, rows: Any, reward: dict[str, str], says: str) -> None:
@@ -108,7 +102,7 @@ def test_a_suite_that_cannot_be_asked(tmp_path: Path, rows: Any, reward: dict[st
 
 def test_a_suite_of_free_text_needs_a_reward_that_reads_it(tmp_path: Path) -> None:
     path, tokenizer = write_suite(tmp_path / "texts", FREE_TEXT), load_tokenizer(MODEL)
-    with pytest.raises(ConfigError, match=rf"^suite {path}, {path}, row 0 .*reward_model.ground_truth"):
+    with pytest.raises(ConfigError, match=rf"^suite {path}={path}, row 0 .*reward_model.ground_truth"):
         load_suite(str(path), tokenizer, 100)
     assert len(load_suite(str(path), tokenizer, 100, reward_function="mine:score").prompts) == 3
     path.with_name("card.json").write_text('{"options": {"reward": "mine:score"}}')
@@ -137,7 +131,7 @@ def test_a_run_that_has_begun_keeps_the_ground_truths_of_its_suites(tmp_path: Pa
     [suite] = load_suites(run_with_suites(tmp_path, old), tokenizer)
     assert len(suite.prompts) == 3
     new = write_suite(tmp_path / "new", FREE_TEXT)
-    with pytest.raises(ConfigError, match=rf"^suite {new}, .*reward_model.ground_truth"):
+    with pytest.raises(ConfigError, match=rf"^suite {new}=.*reward_model.ground_truth"):
         load_suites(run_with_suites(tmp_path, old, new), tokenizer)
 
 

@@ -44,16 +44,14 @@ def unreachable_targets(targets: Sequence[str]) -> Iterator[str]:
     for target in targets:
         value = resolved(target)
         if not value:
-            yield f"logging.on_event={target}: that variable is not set; export it, or leave the target out"
-            continue
-        problem = _form_problem(value) or (None if _is_url(value) else missing_program(value))
-        if problem and value != target:  # the value may be a secret
-            yield (
-                f"logging.on_event={target}: its value is neither a URL (https://...) nor a program that is "
-                "here; export another, or install the program"
-            )
-        elif problem:
-            yield f"logging.on_event={shown(target)}: {problem}; install it, or name another"
+            problem: str | None = "that variable is not set"
+        else:
+            problem = _form_problem(value) or (None if _is_url(value) else missing_program(value))
+            if problem and value != target:  # the value may be a secret
+                problem = "its value is neither a URL (https://...) nor a program that is here"
+        if problem:
+            named = shown(target) if value == target else target
+            yield f"logging.on_event={named}: {problem}; export or install it, or leave it out"
 
 
 def resolved(target: str) -> str:

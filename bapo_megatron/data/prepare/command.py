@@ -44,11 +44,9 @@ from bapo_megatron.data.rows import RowError, media_problem
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.runtime.written_folders import (
-    check_aside,
     check_replaceable,
     content_besides,
     new_folder,
-    replaced_folder,
 )
 
 _WRITER = "bapo data prepare"
@@ -89,7 +87,6 @@ def prepare(options: PrepareOptions) -> Card:
 def check_dataset_output(output: Path, overwrite: bool) -> None:
     """Raise ConfigError if the output folder exists and may not be replaced."""
     check_replaceable(output, _WRITER, _foreign)
-    check_aside(output, replaced_folder(output), _WRITER, _foreign)
     if not overwrite and (output / CARD_FILE).exists():
         raise ConfigError(f"output={output} exists: name another, or give --overwrite")
 

@@ -159,29 +159,6 @@ def test_signs_of_life_are_steps_and_what_the_sampler_writes(run: Path) -> None:
     assert read_progress(run / "nothing") == Progress(at=0.0, step=0, longest_step_s=None)
 
 
-def test_a_stall_and_its_end_are_one_event_each(run: Path, hook: Webhook) -> None:
-    """Hours pass between the looks: the files' times are set back instead."""
-
-    def silent_for(seconds: float) -> None:
-        for path in (run / "metrics.jsonl", run / "journal"):
-            os.utime(path, (time.time() - seconds, time.time() - seconds))
-
-    sender = EventSender(order(run, hook.url))
-    sender._begun = 0.0
-    for seconds in (100.0, 2000.0, 2100.0):
-        silent_for(seconds)
-        sender.check_progress()
-    for seconds in (5.0, 6.0):
-        silent_for(seconds)
-        sender.check_progress()
-    passed(sender)
-    stalled, again = read_jsonl(run / "events.jsonl")
-    assert (stalled["kind"], stalled["step"]) == ("stalled", 1)
-    assert stalled["message"] == "no step, evaluation or rollout for 33.3 min"
-    assert again["kind"] == "progress_again"
-    assert hook.kinds() == ["stalled", "progress_again"]
-
-
 @pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
 def test_a_stall_is_one_by_the_clock_of_the_files(
     run: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float

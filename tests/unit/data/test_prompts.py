@@ -90,6 +90,8 @@ BROKEN_ROWS: dict[str, tuple[Any, str]] = {
     "object as ground truth": (row(truth={"target": 5}), "ground_truth is {'target': 5}"),
     "two answers": (row(truth='["1", "2"]'), "2 answers"),
     "no prompt": (row(prompt=None), "prompt is missing"),
+    "empty prompt": (row(prompt=[]), "prompt is empty"),
+    "message as text": (row(prompt=["1+1="]), "a message must be {role, content}"),
     "prompt as text": (row(prompt="1+1="), "prompt is of type str"),
     "empty content": (row(content="  "), "content is '  '"),
     "no role": (row(prompt=[{"content": "1+1="}]), "role is None"),

@@ -208,6 +208,8 @@ def test_gloo_takes_the_network_that_leads_to_the_other_nodes(
 def test_the_kernel_says_which_address_leads_to_a_host() -> None:
     assert distributed._address_towards("127.0.0.1") == "127.0.0.1"
     assert distributed._interface_of("127.0.0.1") == "lo"
+    assert distributed._address_towards("no.such.host.invalid") is None
+    assert distributed._interface_of("203.0.113.9") is None
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,13 @@ def test_a_name_that_leads_to_loopback_is_left_to_torch(monkeypatch: pytest.Monk
     assert listens_on(store.port)
 
 
+def test_an_address_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RuntimeError, match=f"cannot listen at 127.0.0.1:{port}"):
+            bound_store("127.0.0.1", port, None, SOON)
+
+
 CHILD = """
 import os, sys
 from bapo_megatron.runtime.distributed import process_group

@@ -1,6 +1,6 @@
 """Health check of one node before a run starts on it; every node of a group runs it at the same time.
 
-Each node checks itself (GPUs, memory, disk, the shared folder), calls every other over TCP (is it reachable,
+Each node checks itself (GPUs, memory, disk), calls every other over TCP (is it reachable,
 what is its time?), and takes part in one small all-reduce. It writes its findings to FOLDER/NODE.json; the
 first node decides which nodes are bad and writes FOLDER/verdict: one line "NODE reason" for each bad node,
 or "* reason" if the bad node is unknown; empty if all are good.
@@ -132,17 +132,6 @@ def begin_of_probe(folder: Path, seconds: float, clock: Clock) -> float:
     with suppress(OSError, ValueError):
         elapsed = clock.time() - float((folder / "start").read_text())
     return clock.monotonic() - (elapsed if 0 <= elapsed <= seconds else 0.0)
-
-
-def canary_problems(folder: Path, node: str) -> Iterator[str]:
-    """Problems of the shared folder: this node cannot read the first node's file, or cannot write its own."""
-    try:
-        canary = (folder / "canary").read_text()
-        write_whole(folder / f"{node}.canary", canary)
-        if (folder / f"{node}.canary").read_text() != canary:
-            yield f"shared folder {folder}: what was written is not what is read"
-    except OSError as error:
-        yield f"shared folder {folder}: {error}"
 
 
 class Meeting:
@@ -304,7 +293,7 @@ def probe_node(
     ``seconds``: for the whole probe, from the time in FOLDER/start. ``reduce``: the all-reduce, if any.
     """
     began = begin_of_probe(folder, seconds, clock)
-    findings = Findings(node, [*problems, *canary_problems(folder, node)])
+    findings = Findings(node, list(problems))
     meeting = Meeting(folder, node, clock)
     meeting.call_all(nodes, began + _MEETING_PART * seconds, findings)
     if len(nodes) > 1 and reduce is not None and not findings.unreachable:

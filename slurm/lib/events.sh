@@ -3,11 +3,7 @@
 
 bapo_json() {  # text as a JSON string of valid UTF-8, cut so that a line stays one write
     local LC_ALL=C text=${1:0:800}  # bytes, in every locale: the cut may lie within a character
-    if type iconv >/dev/null 2>&1; then
-        text=$(iconv -c -f UTF-8 -t UTF-8 <<<"$text" 2>/dev/null)
-    else
-        text=$(tr -cd '\11\12\40-\176' <<<"$text")
-    fi
+    text=$(iconv -c -f UTF-8 -t UTF-8 <<<"$text" 2>/dev/null)
     text=${text//\\/\\\\}
     text=${text//\"/\\\"}
     text=${text//$'\n'/\\n}

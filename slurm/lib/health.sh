@@ -8,7 +8,6 @@ bapo_probe() {  # group: run probe.py on each of its nodes; it writes FOLDER/NOD
     gpus=${!gpus:-${SLURM_GPUS_PER_NODE:-0}}
     nodes=$(bapo_nodes "$group" | paste -sd,)
     mkdir -p "$folder"
-    echo "$SLURM_JOB_ID-$BAPO_RESTART" >"$folder/canary"
     date +%s >"$folder/start"  # nodes that unpack an image begin minutes apart: their limits count from here
     bapo_srun_flags "$group" probe
     read -ra flags <<<"$BAPO_HEALTH_FLAGS"

@@ -111,11 +111,6 @@ class ClusterJob:
                 f"parallel.data out"
             )
         tensor = self.config.rollout.sglang.tensor
-        if self.rollout_nodes and self.cluster.gpus_per_node % tensor and tensor > 1:
-            yield (
-                f"rollout.sglang.tensor={tensor} does not divide gpus_per_node={self.cluster.gpus_per_node} "
-                f"of the cluster file"
-            )
         servers, gpus = self.cluster.servers_per_node or 0, self.cluster.gpus_per_node
         if self.rollout_nodes and 0 < gpus < servers * tensor:
             yield (
@@ -125,22 +120,8 @@ class ClusterJob:
             )
         if self.rollout_nodes and self.config.rollout.sglang.urls:
             yield "rollout.sglang.urls names servers, and the job starts others: set rollout_nodes = 0"
-        if (why := self.why_no_rollout_nodes) and "BAPO_ENGINES" in self.cluster.environment:
-            yield (
-                f"BAPO_ENGINES in the cluster file waits for servers of another job, and {why}: leave it "
-                f"out, or that setting"
-            )
         if problem := self._no_servers():
             yield problem
-        # In paths, flags and variables, all of which NeMo-Run would change silently.
-        for word in sorted({word for word in self._words() if "/nemo_run" in word}):
-            yield f"{word}: NeMo-Run replaces /nemo_run in every path; rename the folder"
-
-    def _words(self) -> Iterator[str]:
-        cluster = self.cluster
-        yield from (str(self.root), str(self.templates), str(self.run_dir), cluster.container or "")
-        yield from (*shlex.split(self.arguments()), *cluster.mounts)
-        yield from (*self.settings().values(), *cluster.sbatch.values())
 
     def _no_servers(self) -> str | None:
         """Return the problem of a job without SGLang servers; None if it has some or needs none."""
@@ -239,11 +220,6 @@ class ClusterJob:
         yield from self._shares()
         if self.cluster.rollout_nodes and (why := self.why_no_rollout_nodes):
             yield f"rollout_nodes = {self.cluster.rollout_nodes} of the cluster file is left out: {why}"
-        if self.rollout_nodes and 1 in (self.trainer_nodes, self.rollout_nodes):
-            yield (
-                "a group of this heterogeneous job has one node: when it is lost Slurm takes the whole job "
-                "back (docs/operations.md); two nodes in each group continue without one rollout node"
-            )
 
     def _absent_inputs(self) -> Iterator[str]:
         data, model = self.config.data, self.root / self.config.model.hf_path

@@ -39,7 +39,6 @@ _FOLLOW_S, _LIST_S = 0.5, 5.0
 whole cluster."""
 _LINES, _TAIL_BYTES = 40, 1 << 20
 """Most lines, and bytes, shown of a log."""
-_DEFAULTS = ("SQUEUE_", "SCANCEL_", "SINFO_")
 _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", "health")
 
 
@@ -119,12 +118,8 @@ class SlurmError(Exception):
 
 def call_slurm(*command: str) -> str:
     """Return a Slurm command's standard output. Raises SlurmError on failure, timeout or absence."""
-    # Without the user's defaults: SQUEUE_STATES hides jobs, SCANCEL_INTERACTIVE prompts.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_DEFAULTS)}
     try:
-        completed = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S
-        )
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SlurmError(f"{command[0]}: {error}") from None
     if completed.returncode:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +37,12 @@ from bapo_megatron.runtime.text_table import text_table
 
 FRESH_S = 60.0
 """Age in seconds at which an entry in RUN/engines counts as dead."""
-_WITHOUT_END = {
-    "submitted": "it ended before its script began (`bapo logs`)",
-    "running": "it ended without a record",
-    "requeued": "it was cancelled before it started again",
-}
-"""Outcome of a job that is over in Slurm but not in its state file."""
+_UNENDED = ("submitted", "running", "requeued")
+"""Statuses of a job that has not recorded its end."""
 _WATCH_S = 5.0
 _STATUS_DEADLINE_S = 30.0
 """Deadline for reading the status, seconds; longer than Slurm's own deadline."""
 _CLOCK_S = 2.0
-_LAST_STEPS = 40
-"""Number of last steps in the report of bound moves."""
 
 
 def status_command(arguments: Sequence[str]) -> None:
@@ -79,7 +72,7 @@ class Status:
 
     run: Path
     job: JobState | None
-    """Slurm job; None if never started by Slurm or since continued by hand."""
+    """Slurm job; None if never started by Slurm, or if the run now goes on by hand."""
     state: str
     """State of the job or local process, in words."""
     seconds_left: float | None
@@ -90,11 +83,6 @@ class Status:
     checkpoint_age_s: float | None
     engines: tuple[int, int] | None
     """Live and registered engines, by RUN/engines or the sampler's last metrics."""
-    moved: tuple[float, int] | None
-    """Share of stale updates in which a clipping bound moved, and the number of steps averaged; None without
-    a search."""
-    starts: str
-    """Fixed-bounds preset that equals this run if no bound moves."""
     stalled_s: float | None
     """Seconds without progress while running, if above ``logging.stalled_minutes``."""
     trouble: str | None
@@ -120,8 +108,8 @@ def read_status(run: Path, now: float | None = None) -> Status:
     files_now = _files_now(run) if now is None else now
     now = time.time() if now is None else now
     job = read_job_state(run)
-    if job is not None and _continued_by_hand(run, job):
-        job = None
+    if job is not None and job.status != "running" and lock_holder(run) is not None:
+        job = None  # the run goes on by hand
     metrics = next(rows_from_end(paths.metrics), {})
     config = read_config(run) or {}
     saved = newest_checkpoint(run)
@@ -141,8 +129,6 @@ def read_status(run: Path, now: float | None = None) -> Status:
         checkpoint=saved[0] if saved else None,
         checkpoint_age_s=files_now - saved[1] if saved else None,
         engines=_engines(run, metrics, config, files_now, job.job if job else None) if runs else None,
-        moved=_moved(paths.metrics),
-        starts=_starts(config),
         stalled_s=_stalled_s(run, config, now, files_now) if state.lower().startswith("running") else None,
         trouble=event_text(trouble) if trouble else None,
         trouble_age_s=_age(trouble, now) if trouble else None,
@@ -185,27 +171,13 @@ def _stalled_s(run: Path, config: dict[str, Any], now: float, files_now: float) 
     return progress.silent_s(begun, files_now)
 
 
-def _moved(log: Path) -> tuple[float, int] | None:
-    rows = (row.get("bapo/bounds_moved") for row in islice(rows_from_end(log), _LAST_STEPS))
-    shares = [share for share in rows if isinstance(share, (int, float))]
-    return (sum(shares) / len(shares), len(shares)) if shares else None
-
-
-def _starts(config: dict[str, Any]) -> str:
-    low, high = (config.get(f"algorithm.bounds.{bound}_start") for bound in ("low", "high"))
-    return f"fixed({low}, {high})"
-
-
 def newest_checkpoint(run: Path) -> tuple[int, float] | None:
     """Return step and time of the newest complete checkpoint, which its manifest, written last, marks."""
-    try:
-        saved = [
-            (moment, manifest.stat().st_mtime)
-            for moment, path in step_entries(RunPaths(run).checkpoints)
-            if (manifest := path / MANIFEST).exists()
-        ]
-    except PermissionError:  # another user's run: show what is readable
-        return None
+    saved = [
+        (moment, manifest.stat().st_mtime)
+        for moment, path in step_entries(RunPaths(run).checkpoints)
+        if (manifest := path / MANIFEST).exists()
+    ]
     if not saved:
         return None
     (step, _), time_s = max(saved)
@@ -222,24 +194,9 @@ def _state(run: Path, job: JobState | None) -> str:
     state, reason = queued
     if state in (*LIVE_STATES, "COMPLETING"):
         return f"{state} ({reason})" if reason else state
-    if job.status not in _WITHOUT_END:
+    if job.status not in _UNENDED:
         return job.status
-    return f"{state or 'not in the queue'}; {_WITHOUT_END[job.status]}"
-
-
-def _continued_by_hand(run: Path, job: JobState) -> bool:
-    """Whether the run was started without Slurm after its job's end, by the order of their events. A waiting
-    job has written no events, so those before its submission do not count."""
-    paths = RunPaths(run)
-    kinds = ((str(row.get("kind")), row) for row in rows_from_end(paths.events))
-    turns = (kind for kind in kinds if kind[0] in (*BEGINNINGS, *ENDS) or kind[0].startswith("job_"))
-    last, row = next(turns, ("job_", {}))
-    if job.status == "running" or last.startswith("job_"):
-        return False
-    if job.status != "submitted":
-        return True
-    before_s = _age(row, paths.submitted_job.stat().st_mtime)
-    return before_s is not None and before_s < 0
+    return f"{state or 'not in the queue'}; it was {job.status}, and ended without a record (`bapo logs`)"
 
 
 def _ended(run: Path) -> str:
@@ -259,7 +216,7 @@ def _engines(
     for file in RunPaths(run).engines.glob("*.json"):
         try:
             entry, is_fresh = parse_row(file.read_bytes()), now - file.stat().st_mtime < FRESH_S
-        except (OSError, ValueError, ConfigError):  # it is being replaced
+        except (OSError, ValueError):  # it is being replaced
             continue
         ready += is_fresh and entry.get("state") == "ready"
         known += is_fresh or str(entry.get("job")) == job
@@ -299,10 +256,6 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
         yield "checkpoint", f"step {status.checkpoint}, {ago(status.checkpoint_age_s)}"
     if status.stalled_s is not None:
         yield "stalled", f"no step, evaluation or rollout for {clock(status.stalled_s)}"
-    if status.moved is not None:
-        share, steps = status.moved
-        equal = "" if share else f", which equal {status.starts} there"
-        yield "bounds", f"moved in {share:.0%} of the stale updates of the last {steps} steps{equal}"
     if status.engines is not None:
         alive, known = status.engines
         yield "engines", f"{alive} of {known} alive"

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,17 +120,11 @@ def submit(command: SubmitCommand, config: RunConfig, forked: Path | None = None
 def _queue_warnings(job: ClusterJob) -> Iterator[str]:
     """Yield Slurm's objections to the submission, where it answers."""
     yield from partition_warnings(job.cluster, job.trainer_nodes + job.rollout_nodes)
-    if (other := earlier_job(job.run_dir)) is not None:
-        yield f"{other}; of two jobs of a run the second stops"
-
-
-def earlier_job(run: Path) -> str | None:
-    """Return a description of this run's job in the queue; None without one or without Slurm."""
-    job = read_job_state(run)
-    state = (queue_state(job.job) or ("", ""))[0] if job else ""
-    if job is None or state not in LIVE_STATES:
-        return None
-    return f"job {job.job} of {run} is {state}: `bapo cancel {shlex.quote(str(run))}` lets it save and stop"
+    run, other = job.run_dir, read_job_state(job.run_dir)
+    state = (queue_state(other.job) or ("", ""))[0] if other else ""
+    if other and state in LIVE_STATES:
+        stop = f"`bapo cancel {shlex.quote(str(run))}` lets it save and stop"
+        yield f"job {other.job} of {run} is {state}: {stop}; of two jobs of a run the second stops"
 
 
 def launch(job: ClusterJob, dry_run: bool) -> str:
@@ -142,10 +136,7 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
                 "the job here"
             )
         # Before the submission: launch.py writes the script there, and Slurm opens the job's log there.
-        try:
-            RunPaths(job.run_dir).logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"run directory {job.run_dir} cannot be written to here: {error}") from None
+        RunPaths(job.run_dir).logs.mkdir(parents=True, exist_ok=True)
     command = [nemo_run_python(), str(job.templates / "launch.py"), *(["--dry-run"] if dry_run else [])]
     specification = job.specification()
     environment, left_out = submission_environment(
@@ -166,21 +157,17 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
         if line.startswith("sbatch:"):  # the site's messages; NeMo-Run warns about unused features
             print(printable(line), file=sys.stderr)
     if not dry_run:
-        try:
-            write_atomically(RunPaths(job.run_dir).submitted_job, completed.stdout)
-        except OSError as error:  # Slurm has the job, so this must not look like a failure
-            why = f"{error}: `bapo status` and `bapo cancel` know the job only once it has begun"
-            print(f"warning: {why}", file=sys.stderr)
+        write_atomically(RunPaths(job.run_dir).submitted_job, completed.stdout)
     return completed.stdout
 
 
-def nemo_run_python(here: Callable[[str], object] = find_spec) -> str:
+def nemo_run_python() -> str:
     """Return an interpreter that has NeMo-Run: ``BAPO_NEMO_RUN_PYTHON``, this one, or `make nemo-run`'s."""
     if named := environment_variable(PYTHON_VARIABLE):
         if not Path(named).is_file():
             raise ConfigError(f"{PYTHON_VARIABLE}={named} does not exist")
         return named
-    if here("nemo_run") is not None:
+    if find_spec("nemo_run") is not None:
         return sys.executable
     own = _TEMPLATES.parent / ".venv-nemo-run/bin/python"
     if own.is_file():

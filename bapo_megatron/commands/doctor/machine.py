@@ -1,4 +1,4 @@
-"""Machine checks of ``bapo doctor``: cores, memory, limits, shared memory, disk, code sandbox. Read-only.
+"""Machine checks of ``bapo doctor``: shared memory, disk, code sandbox. Read-only.
 
 ``machine_rows`` and ``sandbox_rows`` yield their rows. File systems may hang, so calls to them run in a child
 process with a deadline.
@@ -7,7 +7,6 @@ process with a deadline.
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,72 +20,23 @@ DISK_DEADLINE_S = 10.0
 """Deadline for file system calls, seconds: a network file system whose server is gone never answers."""
 SHARED_MEMORY_MB = 1024
 """Smallest sufficient /dev/shm, which NCCL and gloo use; containers have 64 MB by default."""
-OPEN_FILES = 4096
-"""Enough for request sockets, shards and logs; a large batch reaches the usual limit of 1,024."""
 _GB = 1e9
 
 
 def machine_rows(directory: Path, needed_gb: float | None = None) -> Iterator[DoctorRow]:
     """Yield the rows of all checks; ``directory`` is the run directory, which grows to ``needed_gb``."""
-    yield DoctorRow(SECTION, "cores", "ok", str(len(os.sched_getaffinity(0))))
-    yield memory_row()
     yield shared_memory_row(Path("/dev/shm"))
-    yield open_files_row(*resource.getrlimit(resource.RLIMIT_NOFILE))
-    yield locked_memory_row(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_infiniband())
     yield from disk_rows(directory, needed_gb)
-
-
-def memory_row() -> DoctorRow:
-    """Return the row of the machine's memory."""
-    total_kb = int(_field(Path("/proc/meminfo"), "MemTotal:"))
-    available_kb = int(_field(Path("/proc/meminfo"), "MemAvailable:"))
-    found = f"{total_kb * 1024 / _GB:.0f} GB, {available_kb * 1024 / _GB:.0f} GB available"
-    return DoctorRow(SECTION, "memory", "ok", found)
 
 
 def shared_memory_row(path: Path) -> DoctorRow:
     """Return the row of /dev/shm, which NCCL and gloo use within a machine."""
     fix = f"mount -o remount,size=8G {path}, or docker run --shm-size 8g"
     needed = f"{SHARED_MEMORY_MB / 1024:.0f} GiB, for several processes on GPUs"
-    try:
-        total, _, free = within(
-            DISK_DEADLINE_S, lambda: tuple(shutil.disk_usage(path))
-        )  # a plain tuple, for pickling
-    except OSError as error:
-        return DoctorRow(SECTION, str(path), "optional", one_line(error), needed, fix)
+    total, _, free = shutil.disk_usage(path)
     enough = free >= SHARED_MEMORY_MB << 20
     found = f"{_size(total)}, {_size(free)} free"
     return DoctorRow(SECTION, str(path), "ok" if enough else "optional", found, needed, fix)
-
-
-def open_files_row(soft: int, hard: int) -> DoctorRow:
-    """Return the row of the open-file limit; each request in flight takes a socket."""
-    enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
-    found = f"{_limit(soft)} (at most {_limit(hard)})"
-    needed = f"{OPEN_FILES}, for many requests in flight"
-    reachable = hard == resource.RLIM_INFINITY or hard >= OPEN_FILES
-    fix = (
-        f"ulimit -n {OPEN_FILES if hard == resource.RLIM_INFINITY else hard}"
-        if reachable
-        else f"raise nofile to {OPEN_FILES} in /etc/security/limits.conf"
-    )
-    return DoctorRow(SECTION, "open files", "ok" if enough else "optional", found, needed, fix)
-
-
-def locked_memory_row(soft: int, infiniband: bool) -> DoctorRow:
-    """Return the row of the locked-memory limit; InfiniBand locks the buffers that it registers."""
-    if soft == resource.RLIM_INFINITY:
-        return DoctorRow(SECTION, "locked memory", "ok", "unlimited")
-    found, needed = f"{soft >> 10} KiB", "unlimited, for InfiniBand"
-    if not infiniband:
-        return DoctorRow(SECTION, "locked memory", "ok", f"{found}; no InfiniBand here", needed)
-    fix = "ulimit -l unlimited; under Slurm LimitMEMLOCK=infinity for slurmd"
-    return DoctorRow(SECTION, "locked memory", "optional", found, needed, fix)
-
-
-def has_infiniband(devices: Path = Path("/sys/class/infiniband")) -> bool:
-    """Whether the kernel lists an InfiniBand (or RoCE) device."""
-    return devices.is_dir() and any(devices.iterdir())
 
 
 def disk_rows(directory: Path, needed_gb: float | None = None) -> Iterator[DoctorRow]:
@@ -133,16 +83,8 @@ def _held(folder: Path) -> int:
         return 0
 
 
-def _field(path: Path, name: str) -> str:
-    return next(line.split()[1] for line in path.read_text().splitlines() if line.startswith(name))
-
-
 def _size(count: float) -> str:
     return f"{count / _GB:.1f} GB" if count >= _GB else f"{count / 1e6:.0f} MB"
-
-
-def _limit(count: int) -> str:
-    return "unlimited" if count == resource.RLIM_INFINITY else str(count)
 
 
 # --- the code sandbox ------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from typing import Any
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
 from bapo_megatron.runtime.child_process import CommandResult, run_command, run_module
-from bapo_megatron.runtime.device import DEVICE_VARIABLE, gpu_problem, has_apex, wants_cpu
+from bapo_megatron.runtime.device import DEVICE_VARIABLE, gpu_problem, wants_cpu
 
 SECTION = "training"
 _PACKAGE = Path(__file__).parents[2]
@@ -49,8 +49,6 @@ except Exception as error:
     sys.exit((str(error).strip() or repr(error)).splitlines()[0])
 """
 """Compiles a kernel the way the first update compiles SwiGLU."""
-OLDEST_PYTHON = (3, 11)
-_NOT_APEX = "{}, and it is not NVIDIA's: PyPI has another package of that name"
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ PACKAGES = (
 
 def package_rows(packages: Sequence[Package] = PACKAGES, trackers: Sequence[str] = ()) -> Iterator[DoctorRow]:
     """Yield Python's row, then one per package. ``trackers``: the recipe's boards."""
-    yield python_row(sys.version_info[:3])
+    yield DoctorRow(SECTION, "Python", "ok", sys.version.split()[0])
     ranges, tested = permitted(), pins(TRAINING)
     versions = {package.name: installed_version(package.name) for package in packages}
     modules = [p.module for p in packages if p.module and not p.on_gpu and versions[p.name] is not None]
@@ -109,8 +107,6 @@ def package_rows(packages: Sequence[Package] = PACKAGES, trackers: Sequence[str]
         is_chosen = package.purpose == BOARDS and name.removesuffix("-skinny") in trackers
         if is_chosen and row.state == "optional":
             row = replace(row, state="problem")
-        if package.name == "apex" and row.state == "ok" and not has_apex():
-            row = replace(row, state="optional", found=_NOT_APEX.format(row.found), fix="pip uninstall apex")
         yield row
         if package.name == "torch" and row.state == "ok":
             yield gpu_row(result.facts)
@@ -126,23 +122,12 @@ class Import:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def python_row(version: tuple[int, ...]) -> DoctorRow:
-    """Return the row of this interpreter's version."""
-    oldest = ".".join(map(str, OLDEST_PYTHON))
-    found, needed = ".".join(map(str, version)), f"{oldest} or newer"
-    if version >= OLDEST_PYTHON:
-        return DoctorRow(SECTION, "Python", "ok", found, needed)
-    return DoctorRow(SECTION, "Python", "problem", found, needed, f"make setup PYTHON=python{oldest}")
-
-
 def installed_version(name: str) -> str | None:
-    """Return the installed version, "unknown" if its metadata is unreadable, None if not installed."""
+    """Return the installed version; None if not installed, or without one in its metadata."""
     try:
-        return metadata.version(name) or "unknown"
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-    except Exception:  # a damaged metadata folder raises whatever its parser raises
-        return "unknown"
 
 
 def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -> dict[str, Import]:
@@ -174,7 +159,7 @@ def package_row(
         found = f"{version}, and its import fails: {imported.error}"
         again = fix.replace("pip install", "pip install --force-reinstall", 1)
         return DoctorRow(SECTION, package.name, missing(required or package.on_gpu), found, needed, again)
-    if allowed and version != "unknown" and not is_permitted(version, allowed):
+    if allowed and not is_permitted(version, allowed):
         return DoctorRow(SECTION, package.name, missing(required), version, needed, fix)
     if package.releases and not version.startswith(tuple(f"{release}." for release in package.releases)):
         found = f"{version}: no layout, checkpoint, resumed run or rehearsal was tested with it"

@@ -19,6 +19,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,11 +105,8 @@ def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], R
 
 def _last_answer(output: str) -> dict[str, Any] | None:
     for line in reversed(output.split("\n")[:-1]):
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(answer, dict):
+        with suppress(ValueError):
+            answer: dict[str, Any] = json.loads(line)
             return answer
     return None
 
@@ -142,7 +140,7 @@ def main(arguments: Sequence[str]) -> None:
         passed: list[object] = []
         problems += problems_of(config, passed)
         facts = facts_of(config)
-        trials += [*_turn_end(config), *_files_left_out(config)]
+        trials += _turn_end(config)
         tell("reward")
         # The checks have already reported the sandbox's problem.
         trials += [row for row in _try_rewards(config, passed) if row.found not in problems]
@@ -175,20 +173,6 @@ def _turn_end(config: RunConfig) -> list[DoctorRow]:
         f"eos_token_id of {folder / 'generation_config.json'}"
     )
     return [DoctorRow(SECTION, "stop tokens", "optional", found, "the template's own end", fix)]
-
-
-def _files_left_out(config: RunConfig) -> list[DoctorRow]:
-    """Return a row if the model folder has safetensors files that are not part of the model, else []."""
-    from bapo_megatron.hf.weight_files import left_out_text
-
-    try:
-        found = left_out_text(config.model.hf_path)
-    except ConfigError:  # it is among the problems
-        return []
-    if found is None:
-        return []
-    fix = "nothing if they are of something else; to train them, take the index that names them"
-    return [DoctorRow(SECTION, "weight files", "optional", found, "only files of the model", fix)]
 
 
 def _try_rewards(config: RunConfig, passed: Sequence[object]) -> list[DoctorRow]:
@@ -318,12 +302,9 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
     """Return a model's ``config.json`` with its ``text_config`` merged in; None if unreadable."""
     try:
         config = json.loads((folder / "config.json").read_text())
+        return {**(config.get("text_config") or {}), **config}
     except (OSError, ValueError):
         return None
-    if not isinstance(config, dict):
-        return None
-    text = config.get("text_config")
-    return {**(text if isinstance(text, dict) else {}), **config}
 
 
 def _forgeable_rows(config: RunConfig) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 from bapo_megatron.commands.doctor.packages import SGLANG, pins
 from bapo_megatron.commands.doctor.recipe import RecipeFacts, read_model_config
@@ -65,52 +64,41 @@ def server_rows(facts: RecipeFacts) -> Iterator[DoctorRow]:
     if not urls:
         return
     with ThreadPoolExecutor(len(urls)) as pool:
-        answers = list(pool.map(lambda url: rows_of(url.rstrip("/"), facts), urls))
-    for rows, _ in answers:
-        yield from rows
-    versions = {url: version for url, (_, version) in zip(urls, answers, strict=True) if version}
-    if len(set(versions.values())) > 1:
-        told = ", ".join(f"{url}: {version}" for url, version in versions.items())
-        fix = "start them again, so that all have version 0"
-        yield DoctorRow(SECTION, "weight versions", "problem", told, "the same one everywhere", fix)
+        for rows in pool.map(lambda url: rows_of(url.rstrip("/"), facts), urls):
+            yield from rows
 
 
-def rows_of(url: str, facts: RecipeFacts) -> tuple[list[DoctorRow], str | None]:
-    """Return the rows of one server, and the weight version that it reports."""
+def rows_of(url: str, facts: RecipeFacts) -> list[DoctorRow]:
+    """Return the rows of one server."""
     ready = get(f"{url}/ready")
     if ready.status is None:
         fix = "start it (bapo rollout-server RECIPE --host HOST --port PORT), or correct rollout.sglang.urls"
         found = f"no answer: {ready.reason}"
-        return [DoctorRow(SECTION, url, "problem", found, "an SGLang server", fix)], None
+        return [DoctorRow(SECTION, url, "problem", found, "an SGLang server", fix)]
     if ready.status == 404:
-        return [_other_program(url)], None
+        return [_other_program(url)]
     rows = [_ready_row(url, ready)]
     headers, key_row = key_check(url, facts)
     rows.append(key_row)
     if headers is None:
-        return rows, None
+        return rows
     model = get(f"{url}/model_info", headers=headers)
     server = get(f"{url}/server_info", headers=headers)
-    if server.status == 404:
-        server = get(f"{url}/get_server_info", headers=headers)  # the endpoint's older name
-    version = _text(model.fields.get("weight_version"))
     rows += [
-        weight_version_row(url, version),
+        weight_version_row(url, _text(model.fields.get("weight_version"))),
         model_row(url, model.fields, facts),
         *_context_rows(url, server.fields, facts),
         *_setting_rows(url, server.fields, facts),
     ]
-    return rows, version
+    return rows
 
 
 def get(url: str, deadline_s: float = DEADLINE_S, *, headers: Mapping[str, str] | None = None) -> Answer:
     """Return the response of ``url`` within ``deadline_s`` in all. Never raises: errors become its reason."""
     try:
         return within(deadline_s, lambda: ask(url, headers=headers, timeout_s=deadline_s))
-    except URLError as error:
-        return Answer(None, one_line(error.reason))
     except Exception as error:  # a server that does not speak HTTP raises various errors
-        return Answer(None, one_line(error))
+        return Answer(None, one_line(getattr(error, "reason", error)))
 
 
 def key_check(url: str, facts: RecipeFacts) -> tuple[dict[str, str] | None, DoctorRow]:

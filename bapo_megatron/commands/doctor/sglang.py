@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from bapo_megatron.commands.doctor.packages import SGLANG, SGLANG_CUDA, TRAINING, pins
@@ -65,10 +66,10 @@ def sglang_rows(required: bool, given: Path | None = None, colocated: bool = Fal
     child = run_command([str(python), "-I", "-c", _ASK, *PACKAGES, _KERNELS], DEADLINE_S)
     versions = _versions(child.output)
     if child.ended or versions is None:
-        found = f"{_shown(python)}: {one_line(child.reason() or 'no answer')}"
+        found = f"{python}: {one_line(child.reason() or 'no answer')}"
         yield DoctorRow(SECTION, "interpreter", missing(required), found, use, install_command())
         return
-    yield DoctorRow(SECTION, "interpreter", "ok", f"{_shown(python)}, Python {versions['python']}", use)
+    yield DoctorRow(SECTION, "interpreter", "ok", f"{python}, Python {versions['python']}", use)
     is_cuda = versions.get(_KERNELS) is not None or python.parents[1].name == CUDA_ENVIRONMENT
     command, tested = tested_versions(is_cuda)
     for name, needed in PACKAGES.items():
@@ -93,7 +94,7 @@ def preload_row(child: CommandResult, python: Path, required: bool) -> DoctorRow
     if not child.ended:
         return DoctorRow(SECTION, name, "ok", "its library is found and loads", needed)
     fix = (
-        f"a missing libcudart.so.13: {_shown(python)} -m pip install nvidia-cuda-runtime, or its folder in "
+        f"a missing libcudart.so.13: {python} -m pip install nvidia-cuda-runtime, or its folder in "
         "LD_LIBRARY_PATH; a missing libcuda.so.1: the driver; a missing package: make cluster"
     )
     return DoctorRow(SECTION, name, missing(required), one_line(child.reason()), needed, fix)
@@ -142,15 +143,8 @@ def sglang_package_row(
     return DoctorRow(SECTION, name, "ok", version, said)
 
 
-def _shown(path: Path) -> Path:
-    """Return the path as a user would type it: relative if below the current folder."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
 def _versions(output: str) -> dict[str, str | None] | None:
-    try:
-        versions = json.loads(output)
-    except ValueError:
-        return None
-    return versions if isinstance(versions, dict) and "python" in versions else None
+    with suppress(ValueError):
+        versions: dict[str, str | None] = json.loads(output)
+        return versions
+    return None

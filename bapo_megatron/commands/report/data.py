@@ -43,8 +43,7 @@ class MetricTable:
     lacks the name. Rows with the same names are stored together, so a rare name takes no full column until
     requested. An empty table is falsy."""
 
-    def __init__(self, rows: Iterable[Row], source: Path | None = None) -> None:
-        """``source``: the log file. Raises ConfigError for a value that is not a number."""
+    def __init__(self, rows: Iterable[Row]) -> None:
         self._kinds: dict[tuple[str, ...], _Rows] = {}
         self._length = 0
         self.last: Row = {}
@@ -53,18 +52,8 @@ class MetricTable:
             names = tuple(row)
             if (kind := self._kinds.get(names)) is None:
                 kind = self._kinds[names] = _Rows({name: place for place, name in enumerate(names)})
-            try:
-                values = np.array(list(row.values()), dtype=float)  # None becomes NaN
-            except (TypeError, ValueError):
-                name, value = next(
-                    item for item in row.items() if not isinstance(item[1], int | float | None)
-                )
-                where = f"{source}, line {self._length + 1}"
-                raise ConfigError(
-                    f"{where}: {name}={value!r:.80} is not a number; mend or delete the line"
-                ) from None
             kind.numbers.append(self._length)
-            kind.values.frombytes(values.tobytes())
+            kind.values.frombytes(np.array(list(row.values()), dtype=float).tobytes())  # None becomes NaN
             self._length += 1
             self.last = row
 
@@ -208,9 +197,9 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def read_metrics(path: Path) -> MetricTable:
-    """Return the table of a metrics log, empty without a file. Raises ConfigError for a line that is not JSON
-    or a value that is not a number."""
-    return MetricTable(_rows(path) if path.exists() else (), path)
+    """Return the table of a metrics log, empty without a file. Raises ConfigError for a line that is not
+    JSON."""
+    return MetricTable(_rows(path) if path.exists() else ())
 
 
 def _rows(path: Path) -> Iterator[Row]:

@@ -7,7 +7,7 @@ configuration and metrics; what these lack is "not recorded".
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -97,9 +97,6 @@ def _preset(run: RunRecord) -> str:
         return "none: the loss has its own settings"
     if not _is_searched(run, bounds):
         return preset_name(bounds) or "none"
-    usual = replace(bounds, target=BoundsConfig().target)
-    if preset_name(bounds) is None and preset_name(usual):
-        return f"{describe(usual).split(', target')[0]}), but for its target"
     return f"{describe(bounds).split(', target')[0]})"
 
 

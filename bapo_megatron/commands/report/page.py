@@ -66,12 +66,13 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
     """Write the page of one run, or of several compared, into ``folder``; return the page's path.
 
     The default folder is ``report/`` of a single run, ``comparison/`` of the first of several. Raises
-    ConfigError for too many runs, a repeated run, a run without metrics, or a damaged log.
+    ConfigError for too many runs, a run without metrics, or a damaged log.
     """
     # Imported here: matplotlib is slow to import.
     from bapo_megatron.commands.report.plots import COLOURS, curves_of, draw_overview, draw_panel
 
-    _check_runs(run_dirs, len(COLOURS))
+    if len(run_dirs) > len(COLOURS):
+        raise ConfigError(f"{len(run_dirs)} runs are too many for one page: give at most {len(COLOURS)}")
     runs = with_unique_names([read_run(run_dir) for run_dir in run_dirs])
     single = len(runs) == 1
     if folder is None:
@@ -93,44 +94,19 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
 
 
 def with_unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the runs with unique names: each run of a shared name appends its folder. The folder is
-    shortened to the parts that distinguish it: `demo (a/run)`."""
+    """Return the runs with unique names: each run of a shared name appends its folder."""
+    names = [run.name for run in runs]
     return [
-        replace(run, config=run.config | {"name": f"{run.name} ({_place(run, alike)})"}) if alike else run
+        replace(run, config=run.config | {"name": f"{run.name} ({run.run_dir})"})
+        if names.count(run.name) > 1
+        else run
         for run in runs
-        for alike in [[other for other in runs if other is not run and other.name == run.name]]
     ]
 
 
-def _place(run: RunRecord, others: Sequence[RunRecord]) -> str:
-    """Return the shortest end of the run's folder path that no other path has."""
-    parts, known = run.run_dir.resolve().parts, [other.run_dir.resolve().parts for other in others]
-    count = next(
-        count
-        for count in range(1, len(parts) + 1)
-        if all(parts_of_other[-count:] != parts[-count:] for parts_of_other in known)
-    )
-    return str(Path(*parts[-count:]))
-
-
-def _check_runs(run_dirs: Sequence[Path], most: int) -> None:
-    if len(run_dirs) > most:
-        raise ConfigError(f"{len(run_dirs)} runs are too many for one page: give at most {most}")
-    places = [run_dir.resolve() for run_dir in run_dirs]
-    for run_dir, place in zip(run_dirs, places, strict=True):
-        if places.count(place) > 1:
-            raise ConfigError(f"{run_dir} is given twice: name each run once")
-
-
 def _make_folder(folder: Path) -> None:
-    """Make the report folder. Raises ConfigError if it is not writable or holds another program's page."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK | os.X_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        raise ConfigError(f"the report cannot be written to {folder}: name another folder with --output DIR")
+    """Make the report folder. Raises ConfigError if it holds another program's page."""
+    folder.mkdir(parents=True, exist_ok=True)
     page = folder / PAGE
     if os.path.lexists(page) and not _is_report(page):
         raise ConfigError(

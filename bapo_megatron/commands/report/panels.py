@@ -2,8 +2,7 @@
 
 ``episode_panels`` and ``expert_panels`` return those of some runs, ``bands`` a panel's shaded ranges. Blue
 marks positive advantages and good values, orange negative advantages and bad values, near-black neutral ones;
-token ages and other sequences run from yellow to black. The colours are distinct for the colour-blind; tests
-simulate their vision.
+token ages and other sequences run from yellow to black. The colours are distinct for the colour-blind.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.font_manager import findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
@@ -244,13 +243,8 @@ def _run_handles(runs: Sequence[RunRecord]) -> list[Line2D]:
 
 
 def _drawable(name: str) -> str:
-    """Return a name in wrapped lines, escaping characters that the font lacks."""
-    font = get_font(findfont(STYLE["font.family"]))
-    known = (
-        char if font.get_char_index(ord(char)) else char.encode("unicode_escape").decode() for char in name
-    )
-    lines = wrap("".join(known), _LONGEST_LINE, break_on_hyphens=False)
-    return "\n".join(lines).replace("$", r"\$")
+    """Return a name in wrapped lines, as text: dollar signs would make it a formula."""
+    return "\n".join(wrap(name, _LONGEST_LINE, break_on_hyphens=False)).replace("$", r"\$")
 
 
 def _line_handles(panel: Panel, runs: Sequence[RunRecord]) -> list[Line2D]:

@@ -319,7 +319,7 @@ _ROWS = (
 )
 REWARD_BY_TURN = "environment/reward_turn_"
 """Prefix of the rewards by turn."""
-_REWARD_TURN = re.compile(f"{REWARD_BY_TURN}([0-9]{{1,9}})")
+_REWARD_TURN = re.compile(rf"{REWARD_BY_TURN}(\d+)")
 
 
 def reward_turns(metrics: Iterable[str]) -> list[int]:

@@ -18,7 +18,6 @@ from bapo_megatron.commands.cluster.job import ClusterJob, check_job
 from bapo_megatron.commands.cluster.submit import (
     SubmitCommand,
     _queue_warnings,
-    earlier_job,
     launch,
     nemo_run_python,
     partition_warnings,
@@ -66,9 +65,6 @@ def test_a_job_without_servers_of_its_own_takes_no_nodes_for_them(
     assert small.summary()[1] == f"Nodes: {nodes}"
     [line] = [line for line in check_job(small, force=False) if line.startswith("rollout_nodes = 8")]
     assert field in line
-    waits = replace(small, cluster=replace(small.cluster, environment={"BAPO_ENGINES": "4"}))
-    with pytest.raises(ConfigError, match=f"BAPO_ENGINES .*{field}"):
-        check_job(waits, force=False)
 
 
 def with_sglang(one: ClusterJob, **sglang: object) -> ClusterJob:
@@ -94,10 +90,6 @@ def renamed(**fields: object) -> ClusterJob:
         (lambda: with_sglang(job(), urls=("http://a:1",)), True, "set rollout_nodes = 0"),
         # Each server is given its own GPUs: of eight two servers of four have some.
         (lambda: job(replace(pyxis(), servers_per_node=3)), True, "GPUs each need 12, and gpus_per_node = 8"),
-        # NeMo-Run would change these paths.
-        (lambda: replace(job(), root=Path("/home/x/nemo_run")), True, "rename the folder"),
-        (lambda: job(replace(pyxis(), python="/nemo_run/python")), True, "/nemo_run/python: NeMo-Run repl"),
-        (lambda: replace(job(), flags=("--data", "/nemo_run/d")), True, "/nemo_run/d: NeMo-Run replaces"),
     ],
 )
 def test_a_job_that_could_not_run_is_refused(made: Callable[[], ClusterJob], force: bool, says: str) -> None:
@@ -264,7 +256,6 @@ def test_a_dry_run_says_how_many_nodes_it_takes(
     assert unknown.summary()[1].startswith("No plan: the cluster file does not say which `gpu`")
     away = replace(large.config, model=replace(large.config.model, hf_path=Path("on/the/nodes")))
     assert "has no config.json" in replace(large, config=away).summary()[1]
-    assert any("has one node" in line for line in check_job(unknown, force=False))
 
 
 def test_a_job_of_odd_names_reads_none_as_shell(tmp_path: Path) -> None:
@@ -341,16 +332,12 @@ def test_a_second_job_of_a_run_is_told_before_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, told: bool
 ) -> None:
     monkeypatch.setattr("bapo_megatron.commands.cluster.submit.queue_state", lambda _job: (state, ""))
-    assert earlier_job(tmp_path) is None
-    (tmp_path / "slurm.state").write_text("job=41\nstatus=requeued\n")
-    found = earlier_job(tmp_path)
-    words = f"job 41 of {tmp_path} is {state}: `bapo cancel {tmp_path}` lets it save and stop"
-    assert found == (words if told else None)
     monkeypatch.setattr("bapo_megatron.commands.cluster.submit.partition_warnings", lambda *_: iter(()))
-    warnings = list(_queue_warnings(replace(job(), config=replace(job().config, run_dir=tmp_path))))
-    assert warnings == ([f"{words}; of two jobs of a run the second stops"] if told else [])
-    monkeypatch.setattr("bapo_megatron.commands.cluster.submit.queue_state", lambda _job: None)
-    assert earlier_job(tmp_path) is None
+    run = renamed(run_dir=tmp_path)
+    assert list(_queue_warnings(run)) == []
+    (tmp_path / "slurm.state").write_text("job=41\nstatus=requeued\n")
+    words = f"job 41 of {tmp_path} is {state}: `bapo cancel {tmp_path}` lets it save and stop"
+    assert list(_queue_warnings(run)) == ([f"{words}; of two jobs of a run the second stops"] if told else [])
 
 
 @pytest.mark.parametrize(
@@ -363,17 +350,15 @@ def test_a_second_job_of_a_run_is_told_before_it_waits(
         ("batch|infinite|8\nbatch|infinite|4", "1:00:00", ["the job takes 16 nodes, and partition batch"]),
         ("", "24:00:00", []),
         ("Welcome to the cluster!\n\nquota: a|b\nbatch|infinite|16", "24:00:00", []),
-        ("batch|1-00:00:00|n/a\nbatch|?|?", "24:00:00", []),
     ],
 )
 def test_what_a_partition_cannot_give_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sinfo: str, time: str, told: list[str]
 ) -> None:
     """Slurm would take the job, and let it wait for ever."""
-    (tmp_path / "sinfo").write_text(f'#!/bin/sh\n[ -z "$SINFO_FORMAT" ] && printf "{sinfo}\n"\n')
+    (tmp_path / "sinfo").write_text(f'#!/bin/sh\nprintf "{sinfo}\n"\n')
     (tmp_path / "sinfo").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setenv("SINFO_FORMAT", "%N")
     found = list(partition_warnings(replace(pyxis(), time=time), 16))
     assert [line[: len(words)] for line, words in zip(found, told, strict=True)] == told
     (tmp_path / "sinfo").unlink()
@@ -413,10 +398,6 @@ def test_a_submission_tells_what_the_site_says_and_what_it_leaves_out(
     assert "warning: BAPO_DEVICE of this shell: not handed on to the job" in said
     assert "sbatch: 12 hours left\n" in said
     assert "noise" not in said
-    (tmp_path / "run/logs/submitted.job").unlink()
-    (tmp_path / "run/logs/submitted.job/folder").mkdir(parents=True)  # where no file can be written
-    assert launch(run, dry_run=False) == "4711\n"
-    assert "`bapo status` and `bapo cancel` know the job only once it has begun" in capsys.readouterr().err
 
 
 def test_what_a_submission_needs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,5 +411,6 @@ def test_what_a_submission_needs_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         nemo_run_python()
     monkeypatch.delenv("BAPO_NEMO_RUN_PYTHON")
     monkeypatch.setattr("bapo_megatron.commands.cluster.submit._TEMPLATES", Path("/no/slurm"))
+    monkeypatch.setattr("bapo_megatron.commands.cluster.submit.find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="make nemo-run"):
-        nemo_run_python(lambda _name: None)
+        nemo_run_python()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import time
 from collections import namedtuple
@@ -17,10 +16,7 @@ from bapo_megatron.commands.doctor import machine, sglang
 from bapo_megatron.commands.doctor.machine import (
     disk_rows,
     forgeable_row,
-    has_infiniband,
     isolation_row,
-    locked_memory_row,
-    open_files_row,
     sandbox_rows,
     shared_memory_row,
 )
@@ -82,36 +78,11 @@ def test_an_interpreter_that_does_not_work(tmp_path: Path, monkeypatch: pytest.M
     for body, says in (
         ("echo broken >&2; exit 4", "exit code 4: broken"),
         ("echo hello", "no answer"),
-        ("echo []", "no answer"),
         ("sleep 60", "no end within 1 s"),
     ):
         (row,) = sglang.sglang_rows(True, interpreter(tmp_path, body))
         assert row.state == "problem"
         assert says in row.found
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "state", "fix"),
-    [
-        (4096, 4096, "ok", ""),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, "ok", ""),
-        (1024, 524288, "optional", "ulimit -n 524288"),
-        (1024, resource.RLIM_INFINITY, "optional", "ulimit -n 4096"),
-        (1024, 2048, "optional", "raise nofile to 4096 in /etc/security/limits.conf"),
-    ],
-)
-def test_open_files(soft: int, hard: int, state: str, fix: str) -> None:
-    row = open_files_row(soft, hard)
-    assert (row.state, row.fix) == (state, fix)
-
-
-def test_locked_memory_matters_with_infiniband(tmp_path: Path) -> None:
-    assert locked_memory_row(resource.RLIM_INFINITY, True).state == "ok"
-    assert locked_memory_row(8 << 20, False).found == "8192 KiB; no InfiniBand here"
-    assert locked_memory_row(8 << 20, True).state == "optional"
-    assert not has_infiniband(tmp_path / "none")
-    (tmp_path / "mlx5_0").mkdir()
-    assert has_infiniband(tmp_path)
 
 
 Usage = namedtuple("Usage", "total used free")
@@ -123,8 +94,6 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         row = shared_memory_row(tmp_path)
         assert row.state == state
     assert row.found == "2.1 GB, 1.1 GB free"
-    monkeypatch.undo()
-    assert "free" in shared_memory_row(tmp_path).found  # of a real file system
 
 
 def test_the_disk_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

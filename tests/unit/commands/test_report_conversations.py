@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import html
 import json
-import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -69,23 +67,6 @@ def texts(run: RunRecord) -> list[list[tuple[str, str]]]:
         [(block.speaker, "".join(text for text, _ in block.pieces)) for block in one.blocks]
         for one in conversations(run)
     ]
-
-
-def test_a_journal_that_may_not_be_listed_costs_its_episodes_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That of another user's run: the page has all else."""
-
-    def listdir(path: Path) -> list[str]:
-        if Path(path) == tmp_path / "journal":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return real(path)
-
-    run, real = write_run(tmp_path, {4: asked()}), os.listdir
-    monkeypatch.setattr(os, "listdir", listdir)
-    [found] = conversations(run)
-    assert (found.title, found.blocks) == ("No episode can be shown as text", [])
-    assert f"could not be read at {tmp_path}/journal: Permission" in found.problem
 
 
 def test_an_episode_by_hand(tmp_path: Path) -> None:

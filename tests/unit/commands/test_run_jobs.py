@@ -151,18 +151,6 @@ def test_a_lock_of_another_file_names_no_process_to_end(
         assert lock_holder(run) == os.getpid()
 
 
-def test_a_users_defaults_of_squeue_do_not_hide_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SQUEUE_STATES=RUNNING hides a job that waits: `bapo cancel` would find none in the queue."""
-    squeue = tmp_path / "squeue"
-    squeue.write_text('#!/bin/sh\n[ -n "$SQUEUE_STATES" ] || echo "PENDING|Priority"\n')
-    squeue.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
-    assert run_job.queue_state("41") == ("PENDING", "Priority")
-
-
 def test_a_job_that_waits_for_its_first_start_has_a_status_and_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +171,7 @@ def test_a_job_that_waits_for_its_first_start_has_a_status_and_can_be_cancelled(
         show_logs(tmp_path, io.StringIO())
     monkeypatch.setattr(run_job, "call_slurm", lambda *_: "")
     (tmp_path / "logs/sbatch_bapo-x_41.out").write_text("/shared/slurm/lib/job.sh: No such file\n")
-    assert "not in the queue; it ended before its script began" in read_status(tmp_path).state
+    assert "not in the queue; it was submitted, and ended without a record" in read_status(tmp_path).state
     assert [path.name for path in newest_logs(tmp_path)] == ["sbatch_bapo-x_41.out"]
 
 

@@ -99,13 +99,6 @@ def test_a_run_that_continues_has_written_a_part_of_what_it_needs(
     assert found == ([f"disk of {tmp_path}: {told}"] if told else [])
 
 
-def test_the_shared_folder(probe: ModuleType, tmp_path: Path) -> None:
-    assert "No such file" in next(probe.canary_problems(tmp_path, "n1"))
-    (tmp_path / "canary").write_text("7-0\n")
-    assert list(probe.canary_problems(tmp_path, "n1")) == []
-    assert (tmp_path / "n1.canary").read_text() == "7-0\n"
-
-
 class VirtualClock:
     """A clock of one of several threads: time moves when all of them sleep, so waiting costs nothing.
 
@@ -166,7 +159,6 @@ def verdict(
     reduce: Any = None,
 ) -> str:
     """The verdict on nodes whose processes begin so many seconds after the job's shell began the probe."""
-    (folder / "canary").write_text("7-0\n")
     (folder / "start").write_text("1000000\n")
     turns = Turns(len(starts_s))
 

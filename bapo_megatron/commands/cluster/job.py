@@ -200,8 +200,8 @@ class ClusterJob:
     def warnings(self) -> Iterator[str]:
         """Yield warnings, which do not prevent submission."""
         yield from self._absent_inputs()
-        need, disk = self._disk_need(), self.cluster.health.disk_gb
-        if self.cluster.health.probe == "on" and need is not None and disk < need:
+        sized, disk = self._sized(), self.cluster.health.disk_gb
+        if self.cluster.health.probe == "on" and sized and disk < (need := sized.disk_with_rollouts / GB):
             yield (
                 f"the run's folder needs {need:,.0f} GB by `bapo plan`, and the probe asks the nodes for "
                 f"{disk:g}: set health.disk_gb = {math.ceil(need)} in the cluster file"
@@ -248,13 +248,17 @@ class ClusterJob:
     def _load_seconds(self) -> float | None:
         """Return a server's load time for the weights in seconds, from the weights or config.json; None
         without both."""
-        try:
+        with suppress(ConfigError):
             if seconds := load_seconds(self.root / self.config.model.hf_path, 0.0):
                 return seconds
-            shape = find_shape(self.recipe, self.config.model.hf_path)
-        except ConfigError:
-            return None
-        return read_seconds(total_parameters(shape) * Job(self.config, shape, PlanOptions()).element)
+        job = self._sized()
+        return read_seconds(total_parameters(job.shape) * job.element) if job else None
+
+    def _sized(self) -> Job | None:
+        """Return the recipe's job, for sizes; None without the model's config.json."""
+        with suppress(ConfigError):
+            return Job(self.config, find_shape(self.recipe, self.config.model.hf_path), PlanOptions())
+        return None
 
     def _memory_need(self) -> float | None:
         """Return a node's host memory during a save in GB, plus a fifth; None without a plan."""
@@ -264,15 +268,6 @@ class ClusterJob:
             return None
         # The plan's nodes have eight GPUs; the cluster's may have fewer ranks.
         return 1.2 * host_bytes(planned) / GB * self.tasks_per_node / planned.gpus_on_node
-
-    def _disk_need(self) -> float | None:
-        """Return the run directory's size in GB at the plan's response lengths; None without the model's
-        config.json."""
-        try:
-            shape = find_shape(self.recipe, self.config.model.hf_path)
-        except ConfigError:
-            return None
-        return Job(self.config, shape, PlanOptions()).disk_with_rollouts / GB
 
     def misfits(self) -> list[str]:
         """Return why the recipe does not fit the cluster's GPUs, by `bapo plan`; empty without a `gpu`."""

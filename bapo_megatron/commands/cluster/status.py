@@ -28,8 +28,7 @@ from bapo_megatron.commands.cluster.run_job import (
 )
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.child_process import ChildDied, NoAnswer, within
-from bapo_megatron.runtime.event_kinds import BEGINNINGS, ENDS, event_text, is_trouble, last_turn
-from bapo_megatron.runtime.event_sender import Patience, read_progress
+from bapo_megatron.runtime.event_kinds import ENDS, event_text, is_trouble, last_turn
 from bapo_megatron.runtime.files import file_time
 from bapo_megatron.runtime.jsonl_log import parse_row, rows_from_end
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
@@ -68,7 +67,7 @@ def status_command(arguments: Sequence[str]) -> None:
 @dataclass(frozen=True)
 class Status:
     """Status of a run at one moment, None where unknown: its job, state, step, last metrics, newest
-    checkpoint, engines, seconds without progress, and last error."""
+    checkpoint, engines, and last error."""
 
     run: Path
     job: JobState | None
@@ -77,14 +76,13 @@ class Status:
     """State of the job or local process, in words."""
     seconds_left: float | None
     step: int
+    step_age_s: float | None
     steps: int | None
     metrics: dict[str, Any]
     checkpoint: int | None
     checkpoint_age_s: float | None
     engines: tuple[int, int] | None
     """Live and registered engines, by RUN/engines or the sampler's last metrics."""
-    stalled_s: float | None
-    """Seconds without progress while running, if above ``logging.stalled_minutes``."""
     trouble: str | None
     """Last error event, as text."""
     trouble_age_s: float | None
@@ -124,12 +122,12 @@ def read_status(run: Path, now: float | None = None) -> Status:
         state=state,
         seconds_left=job.end - now if job and running else None,
         step=int(metrics.get("step", 0)),
+        step_age_s=files_now - paths.metrics.stat().st_mtime if metrics else None,
         steps=config.get("steps"),
         metrics=metrics,
         checkpoint=saved[0] if saved else None,
         checkpoint_age_s=files_now - saved[1] if saved else None,
         engines=_engines(run, metrics, config, files_now, job.job if job else None) if runs else None,
-        stalled_s=_stalled_s(run, config, now, files_now) if state.lower().startswith("running") else None,
         trouble=event_text(trouble) if trouble else None,
         trouble_age_s=_age(trouble, now) if trouble else None,
         forked=lineage_text(run),
@@ -152,23 +150,6 @@ def _files_now(run: Path) -> float:
         return within(_CLOCK_S, ask)
     except (NoAnswer, ChildDied):
         return time.time()
-
-
-def _stalled_s(run: Path, config: dict[str, Any], now: float, files_now: float) -> float | None:
-    """Return the seconds without progress since the run's last start if above its limit, else None."""
-    if config.get("steps") is None:
-        return None
-    rows = rows_from_end(RunPaths(run).events)
-    start = next((row for row in rows if row.get("kind") in BEGINNINGS), {})
-    age = _age(start, now)  # by the clock of the machine that wrote the event, not of a file
-    begun = 0.0 if age is None else files_now - age  # an unlisted start was long ago
-    patience = Patience(
-        config["steps"], config.get("evaluation.every") or 0, config.get("logging.stalled_minutes")
-    )
-    progress = read_progress(run)
-    if not progress.is_stalled(patience, begun, files_now):
-        return None
-    return progress.silent_s(begun, files_now)
 
 
 def newest_checkpoint(run: Path) -> tuple[int, float] | None:
@@ -254,8 +235,6 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
         yield "checkpoint", f"none yet{kept}"
     else:
         yield "checkpoint", f"step {status.checkpoint}, {ago(status.checkpoint_age_s)}"
-    if status.stalled_s is not None:
-        yield "stalled", f"no step, evaluation or rollout for {clock(status.stalled_s)}"
     if status.engines is not None:
         alive, known = status.engines
         yield "engines", f"{alive} of {known} alive"
@@ -282,7 +261,7 @@ def _job(status: Status) -> str:
 def _step(status: Status) -> str:
     if not status.step:
         return f"0 of {status.steps}" if status.steps else "none yet"
-    parts = [f"{status.step} of {status.steps}" if status.steps else str(status.step)]
+    parts = [f"{status.step} of {status.steps}" if status.steps else str(status.step), ago(status.step_age_s)]
     shown = (("reward/mean", "reward {:.3f}"), ("time/tokens_per_s", "{:,.0f} tokens/s"))
     parts += [form.format(value) for name, form in shown if (value := status.metrics.get(name)) is not None]
     seconds = status.metrics.get("time/step_s")

@@ -129,7 +129,6 @@ async def _try(tried: _Tried) -> DoctorRow:
         return _failed(tried, result, MEND_PROGRAM if traits.runs_program else MEND_CLASS)
     answer = _answer(traits, result, turns)
     found = f"{tried.config.function}, {tried.where}: {answer}; start {start_s:.1f} s"
-    found = f"{found}; {_described(traits)}"
     if traits.runs_program and result.observation is not None:
         if turns < tried.config.max_turns:
             return environment_row("optional", f"{found}. Longer was not waited", "none if that is meant")
@@ -177,12 +176,6 @@ def _answer(traits: Traits, result: StepResult, turns: int) -> str:
         said = f"{observation}, {reward}, not done"
     times = f", {turns} times," if turns > 1 else ""
     return f"to {TURN!r}{times} it gave {said}, in {result.seconds:.1f} s"
-
-
-def _described(traits: Traits) -> str:
-    """Return the class attributes that decide how a run treats it."""
-    tools = [str(tool["function"]["name"]) for tool in traits.tools]
-    return f"resume {traits.resume}, tools: {', '.join(tools) or 'none'}"
 
 
 def _failed(tried: _Tried, result: StepResult, mend: str) -> DoctorRow:

@@ -2,7 +2,7 @@
 
 ``line_of`` computes a curve, ``draw_line`` and ``draw_distribution`` draw on matplotlib axes and return the
 artists. Of a curve, single values are thin and the moving mean is thick, or pale where few tokens are behind
-it. Lines with more points than pixels are thinned.
+it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from bapo_megatron.commands.report.series import (
 
 MOST_UPDATES = 2000
 """Above this many updates the thin line is by step: updates would fill a solid block."""
-_MOST_POINTS = 2000
-"""Lines with more points are thinned: two per pixel of the PNG."""
 _FEW_POINTS = 8
 """Curves with fewer points mark each; a one-point line is invisible otherwise."""
 
@@ -72,23 +70,8 @@ def line_of(run: RunRecord, curve: Curve, panel: Panel) -> Line:
     if not len(ends):
         ends = smooth.value[np.isfinite(smooth.value)]
     shown = single if panel.y_scale == "spikes" else _without_outliers(single)
-    if not panel.thin:
-        raw, shown = Series(np.zeros(0), np.zeros(0)), np.zeros(0)
-    firm, pale = thinned(Series(smooth.step, thick)), thinned(Series(smooth.step, pale_values))
-    return Line(thinned(raw), firm, pale, np.concatenate([shown, ends]))
-
-
-def thinned(series: Series) -> Series:
-    """Thin a long series to the minimum and maximum of every few neighbours. Keeps all extremes, and gaps at
-    least as long as a group of neighbours."""
-    if len(series.value) <= _MOST_POINTS:
-        return series
-    size = -(-len(series.value) // (_MOST_POINTS // 2))
-    padded = np.pad(series.value, (0, -len(series.value) % size), constant_values=np.nan).reshape(-1, size)
-    lowest = np.where(np.isnan(padded), np.inf, padded).argmin(axis=1)
-    highest = np.where(np.isnan(padded), -np.inf, padded).argmax(axis=1)
-    kept = np.unique(np.arange(len(padded)) * size + np.stack([lowest, highest]))
-    return Series(series.step[kept], series.value[kept])
+    firm, pale = Series(smooth.step, thick), Series(smooth.step, pale_values)
+    return Line(raw, firm, pale, np.concatenate([shown, ends]))
 
 
 def _weighted(

@@ -20,8 +20,6 @@ POSITIVE = "#0072b2"
 NEGATIVE = "#d55e00"
 AGES = ("#f98e09", "#e05536", "#ca404a", "#b0315b", "#7c1d6d", "#000004")
 """Colours of the staleness buckets, darker with age."""
-REFERENCE = "#6b7280"
-"""Colour of ranges and targets in a comparison, which belong to no run."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,6 @@ class Panel:
     y_scale: Literal["auto", "from_zero", "percent", "ratio", "spikes"] = "from_zero"
     """``from_zero``: from 0, or the minimum if negative. ``ratio``: logarithmic. ``spikes``: logarithmic if a
     few values are far above the others."""
-    thin: bool = True
-    """Whether to draw single updates as well."""
     compared: tuple[int, ...] | None = None
     """Indices of the curves in a comparison of runs; None for all."""
 
@@ -244,7 +240,6 @@ PANELS = (
         (Curve("staleness/mean", NEUTRAL, "mean"), Curve("staleness/max", AGES[0], "oldest token")),
         "How many updates lie between the policy that sampled a token and the one that trains on it.",
         "the setting of Figs. 2 and 11",
-        thin=False,  # staleness climbs within a step
         compared=(0,),
     ),
     Panel(

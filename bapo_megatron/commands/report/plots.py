@@ -9,7 +9,6 @@ to draw.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
@@ -28,7 +27,6 @@ from bapo_megatron.commands.report.panels import (
     NEGATIVE,
     NEUTRAL,
     OVERVIEW,
-    REFERENCE,
     Band,
     Curve,
     Panel,
@@ -194,10 +192,7 @@ def _draw_compared(axes: Any, panel: Panel, runs: Sequence[RunRecord]) -> list[l
         return artists
     axes.set_xlabel("step")
     drawings = [_draw_run(axes, panel, runs, place) for place in range(len(runs))]
-    shaded = common_bands(panel, runs)
-    if _frame(axes, panel, runs, [line for _, lines in drawings for line in lines], shaded):
-        for band in shaded:
-            draw_band(axes, band)
+    if _frame(axes, panel, runs, [line for _, lines in drawings for line in lines], []):
         for (artists, lines), (_, colour) in zip(drawings, drawn, strict=True):
             artists += [mark for line in lines for mark in mark_cut_offs(axes, line, colour)]
     return [artists for artists, _ in drawings]
@@ -214,14 +209,6 @@ def _draw_run(axes: Any, panel: Panel, runs: Sequence[RunRecord], place: int) ->
         dashes = (0, (1, 2)) if mark.loss else (0, (4, 3))
         artists.append(axes.axvline(mark.position, color=colour, linewidth=0.9, linestyle=dashes, alpha=0.7))
     return artists, lines
-
-
-def common_bands(panel: Panel, runs: Sequence[RunRecord]) -> list[Band]:
-    """Return a plot's bands (ranges and target) if all runs with bands have the same ones."""
-    all_bands = [of_run for of_run in (bands(panel, run) for run in runs) if of_run]
-    if not all_bands or any(of_run != all_bands[0] for of_run in all_bands):
-        return []
-    return [replace(band, colour=REFERENCE) for band in all_bands[0]]
 
 
 def _add_legend(figure: Figure, handles: Sequence[Line2D]) -> None:

@@ -261,14 +261,9 @@ def percent(share: float | None) -> str:
 def ends(
     steps: MetricTable, name: str, window: int, form: Callable[[float | None], str] = number
 ) -> tuple[str, str]:
-    """Return means of a metric over the first and the last ``window`` steps that have it, as text. If the
-    last of these is not the run's last step, the second text names it."""
-    values = steps.column(name)
-    known = np.flatnonzero(~np.isnan(values))
-    first, last = form(mean(values[known[:window]])), form(mean(values[known[-window:]]))
-    if not len(known) or known[-1] == len(values) - 1:
-        return first, last
-    return first, f"{last} (to step {steps.column('step')[known[-1]]:.0f})"
+    """Return means of a metric over the first and the last ``window`` steps that have it, as text."""
+    known = steps.known(name)
+    return form(mean(known[:window])), form(mean(known[-window:]))
 
 
 def source_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:

@@ -85,14 +85,6 @@ def test_the_image_is_built_and_written_by_one_command(tools: Path) -> None:
     assert (again.returncode, "exists" in again.stderr) == (2, True)
 
 
-def test_without_enroot_it_says_what_is_left_to_do(tools: Path) -> None:
-    (tools / "enroot").unlink()
-    done = make_image(f"{tools}:/usr/bin:/bin", tools / "out.sqsh")
-    assert done.returncode == 0
-    assert f"enroot import -o {tools}/out.sqsh dockerd://bapo-megatron:" in done.stdout
-    assert "apptainer build" in done.stdout
-
-
 def test_without_a_builder_it_is_refused(tmp_path: Path) -> None:
     for name in ("dirname", "sed"):
         (tmp_path / name).symlink_to(f"/usr/bin/{name}")

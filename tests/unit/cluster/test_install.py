@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -283,26 +282,6 @@ def test_make_hands_on_its_variables() -> None:
     call = 'PYTHON="python3.11" CLUSTER_ARCH="8.0" CLUSTER_WHEELS="/wheels" bash cluster/install.sh'
     assert f"{call} trainer /opt/venv\n" in shown
     assert f"{call} sglang .venv-cluster-sglang\n" in shown
-
-
-def test_the_checks_compilers_take_one_file_of_each_extension_as_it_is(machine: Machine) -> None:
-    for name in ("c++", "nvcc"):
-        (machine.folder / name).symlink_to(CLUSTER / "check_compiler.sh")
-    for name in ("bin/c++", "cuda/bin/nvcc"):
-        machine.add(name, '#!/bin/sh\necho "$*"\n')
-
-    def run(name: str, *arguments: str) -> str:
-        environment = {**os.environ, "PATH": f"{machine.folder}/bin:/usr/bin:/bin"}
-        environment["CUDA_HOME"] = str(machine.folder / "cuda")
-        command = [str(machine.folder / name), *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-
-    assert run("c++", "-c", "/x/csrc/common.cpp", "-O3") == "-c /x/csrc/common.cpp -O3\n"
-    assert run("c++", "-c", "/x/csrc/other.cpp", "-O3") == "-c /x/csrc/other.cpp -O3 -O0\n"
-    kernel = "/x/flash_fwd_hdim128_bf16_sm80.cu"
-    assert run("nvcc", "-c", kernel, "-o", "a.o") == f"-c {kernel} -o a.o\n"
-    assert run("nvcc", "-c", "/x/other.cu", "-o", "a.o") == f"-c {machine.folder}/empty.cu -o a.o\n"
-    assert (machine.folder / "empty.cu").read_bytes() == b""
 
 
 FIRST_ENDS = r"""#!/bin/bash

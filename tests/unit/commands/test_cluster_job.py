@@ -28,6 +28,7 @@ from bapo_megatron.commands.train_flags import train_flags
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
+from tests.support.altered import altered
 
 ROOT = Path(__file__).parents[3]
 LARGE = ROOT / "recipes/bp_math_32b_64k.py"
@@ -139,71 +140,49 @@ def test_servers_without_nodes_are_refused() -> None:
     assert list(half.problems())
 
 
+def missing(cluster: ClusterFile | None = None, **changes: Any) -> list[str]:
+    """The folders that the container should mount, too."""
+    lines = replace(job(cluster), **changes).missing_mounts()
+    return [line.split('"')[1].partition(":")[0] for line in lines]
+
+
 def test_a_container_must_mount_what_its_tasks_read() -> None:
     """A folder above serves, another place inside of the container and a like-named neighbour do not."""
     cluster = replace(pyxis(), mounts=("/shared:/shared", f"{ROOT}:/work", f"{ROOT}x:{ROOT}x"))
-    with pytest.raises(ConfigError, match="does not mount the folder of the submission") as refused:
-        check_job(job(cluster), force=True)
     told = f'the container does not mount the folder of the submission {ROOT}: add "{ROOT}:{ROOT}" to mounts'
+    with pytest.raises(ConfigError, match="does not mount") as refused:
+        check_job(job(cluster), force=True)
     assert str(refused.value) == told  # which serves checkout, run directory and recipe, too
-    elsewhere = replace(job(cluster), root=Path("/shared/here"))
-    [line] = elsewhere.missing_mounts()
-    assert f" mount the checkout {ROOT}:" in line
-    apart = replace(job(), recipe=Path("/home/me/r.py"))
-    assert apart.missing_mounts() == [
-        'the container does not mount the recipe /home/me/r.py: add "/home/me:/home/me" to mounts'
-    ]
     warnings = check_job(job(cluster), force=False, dry_run=True)
-    assert any(line.endswith("to mounts; without --dry-run this is refused") for line in warnings)
-    assert not job(replace(cluster, mounts=(f"{ROOT.parent}:{ROOT.parent}:rw",))).missing_mounts()
-    assert not job(replace(cluster, container=None, mounts=())).missing_mounts()
-    outside = replace(job(), config=replace(job().config, run_dir=Path("/fast/run")))
-    assert outside.missing_mounts() == [
-        'the container does not mount the run directory /fast/run: add "/fast/run:/fast/run" to mounts'
-    ]
+    assert f"{told}; without --dry-run this is refused" in warnings
+    assert missing(cluster, root=Path("/shared/here")) == [str(ROOT)]
+    assert missing(recipe=Path("/home/me/r.py")) == ["/home/me"]
+    assert missing(config=replace(job().config, run_dir=Path("/fast/run"))) == ["/fast/run"]
+    assert missing(replace(cluster, mounts=(f"{ROOT.parent}:{ROOT.parent}:rw",))) == []
+    assert missing(replace(cluster, container=None, mounts=())) == []
 
 
 def test_inputs_that_this_machine_has_must_be_mounted(tmp_path: Path) -> None:
     """One that it lacks may be in the image, or have another path outside; a replay reads no data."""
-    config, data = job().config, tmp_path / "data/b/c.jsonl"
-    model = tmp_path / config.model.hf_path  # of a known shape
-    config = replace(config, model=replace(config.model, hf_path=model))
-    config = replace(config, data=replace(config.data, path=data))
+    names = ("model", "reference", "run", "data", "suites")
+    model, reference, run, data, suites = folders = [tmp_path / name for name in names]
+    paths = {"model.hf_path": model, "algorithm.reference_kl.model": reference}
+    paths |= {"data.path": data / "c.jsonl", "evaluation.every": 10}
+    config = altered(job().config, paths | {"evaluation.suites": ("absent", str(suites / "own.jsonl"))})
 
     def told(*mounts: str, replay: Path | None = None) -> list[str]:
         cluster = replace(pyxis(), mounts=(*pyxis().mounts, *mounts))
-        asked = replace(config, rollout=replace(config.rollout, replay=replay))
-        lines = replace(job(cluster), config=asked).missing_mounts()
-        return [line.partition(": add ")[2] for line in lines]
+        return missing(cluster, config=altered(config, {"rollout.replay": replay}), forked=run)
 
     assert told() == []
-    warnings = check_job(replace(job(), config=config), force=True)
-    assert any(f"{model} has no config.json on this machine" in line for line in warnings)
-    model.mkdir(parents=True)
-    data.parent.mkdir(parents=True)
-    data.touch()
-    model_mount, data_mount = f"{model}:{model}", f"{data.parent}:{data.parent}"
-    assert told() == [f'"{model_mount}" to mounts', f'"{data_mount}" to mounts']
-    assert told(f"/lustre/models:{model.parent}", f"/lustre/data:{data.parent}:ro") == []
-    assert told(replay=tmp_path / "gone") == [f'"{model_mount}" to mounts']
-    (tmp_path / "run").mkdir()
-    replayed = f'"{tmp_path}/run:{tmp_path}/run" to mounts'
-    assert told(model_mount, replay=tmp_path / "run") == [replayed]
-    # A frozen reference's weights, the run that a fork begins at, held-out problems.
-    suite = tmp_path / "suites/own.jsonl"
-    suite.parent.mkdir()
-    suite.touch()
-    kl = replace(config.algorithm.reference_kl, model=tmp_path / "reference")
-    (tmp_path / "reference").mkdir()
-    config = replace(
-        config,
-        algorithm=replace(config.algorithm, reference_kl=kl),
-        evaluation=replace(config.evaluation, every=10, suites=("absent", str(suite))),
-    )
-    lines = replace(job(), config=config, forked=tmp_path / "run").missing_mounts()
-    folders = [line.split('"')[1].partition(":")[0] for line in lines]
-    names = (model, tmp_path / "reference", tmp_path / "run", data.parent, suite.parent)
-    assert folders == [str(name) for name in names]
+    for folder in folders:
+        folder.mkdir()
+    for file in (data / "c.jsonl", suites / "own.jsonl"):
+        file.touch()
+    assert told() == list(map(str, folders))
+    elsewhere = (f"/lustre/model:{model}", f"/lustre/data:{data}:ro")
+    assert told(*elsewhere) == list(map(str, (reference, run, suites)))
+    assert told(replay=run) == [str(folder) for folder in folders if folder != data]
 
 
 def test_warnings_for_missing_inputs_and_a_small_disk(tmp_path: Path) -> None:
@@ -369,7 +348,7 @@ def test_what_a_partition_cannot_give_is_told(
 def test_a_job_gets_no_variables_that_would_change_it() -> None:
     """Defaults of sbatch, the job that the shell is in, and settings of a job by plain sbatch."""
     stays = ["BAPO_SGLANG_PYTHON", "HF_TOKEN", "SLURM_CONF", "SLURM_CPU_BIND"]
-    goes = ["BAPO_DEVICE", "PYTHONPATH", "PYXIS_CONTAINER_IMAGE", "SBATCH_ACCOUNT"]
+    goes = ["BAPO_DEVICE", "PYTHONPATH", "SBATCH_ACCOUNT"]
     shell = dict.fromkeys([*stays, *goes, "BAPO_PYTHON"], "x")
     library = ROOT / "slurm/lib"
     kept, left_out = submission_environment(shell, {"BAPO_PYTHON"}, library)

@@ -16,8 +16,8 @@ from bapo_megatron.commands.report.page import (
     with_unique_names,
     write_report,
 )
-from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS, REFERENCE
-from bapo_megatron.commands.report.plots import _run_handles, common_bands, draw_panel
+from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS
+from bapo_megatron.commands.report.plots import _run_handles, draw_panel
 from tests.unit.commands.test_report import (
     BOUNDS,
     check_harmless,
@@ -90,20 +90,6 @@ def test_differences_by_hand() -> None:
     second = {"name": "b", "run_dir": "y", "same": 1, "lr": 2e-6}
     assert setting_differences([first, second]) == [("kind", ['"grpo"', "–"]), ("lr", ["1e-06", "2e-06"])]  # noqa: RUF001
     assert setting_differences([first, first]) == []
-
-
-def test_a_range_is_drawn_where_all_runs_that_have_one_have_the_same() -> None:
-    [panel] = [panel for panel in PANELS if panel.file == "clip_bounds"]
-
-    def run_with(**settings: float) -> RunRecord:
-        named = {f"algorithm.bounds.{name}": value for name, value in settings.items()}
-        return RunRecord(Path("run"), ONE_STEP, MetricTable([]), [], {**BOUNDS, **named})
-
-    fixed = run_with(low_end=0.6, high_end=1.2)
-    common = [(band.low, band.high, band.colour) for band in common_bands(panel, [run_with(), fixed])]
-    assert common == [(1.2, 3.0, REFERENCE), (0.6, 0.9, REFERENCE)]
-    assert common_bands(panel, [run_with(), run_with(high_end=2.0)]) == []
-    assert common_bands(panel, [fixed]) == []
 
 
 @pytest.mark.filterwarnings("error")

@@ -20,7 +20,6 @@ from bapo_megatron.commands.report.lines import (
     draw_line,
     line_of,
     mark_cut_offs,
-    thinned,
 )
 from bapo_megatron.commands.report.panels import (
     DISTRIBUTIONS,
@@ -192,9 +191,6 @@ def test_few_tokens_make_no_spikes_in_a_curve() -> None:
     assert known(few.thick) == {}
     assert known(few.pale) == {1: pytest.approx(0.2), 2: pytest.approx(0.4)}
     assert few.shown.tolist() == pytest.approx([0.2, 0.4])
-    [panel] = [panel for panel in PANELS if panel.file == "staleness"]  # leaves single updates out
-    line = line_of(plotted_run((1, 0.5, 0.2), (1, 0.5, 0.4)), Curve(VALUE), panel)
-    assert (len(line.thin.step), line.shown.tolist()) == (0, [0.5])
 
 
 @pytest.mark.parametrize("curve", [CURVE, Curve(VALUE)])
@@ -229,17 +225,6 @@ def test_values_outside_the_axes_are_marked_at_the_edge() -> None:
     assert (below.get_marker(), below.get_xdata().tolist(), below.get_ydata().tolist()) == ("v", [3], [0])
     assert not above.get_clip_on()
     assert mark_cut_offs(axes, Line(nothing, nothing, nothing, np.ones(1)), "#000000") == []
-
-
-def test_a_line_of_more_points_than_pixels_keeps_its_extremes_and_gaps() -> None:
-    values = np.zeros(30_000)
-    values[12_345], values[23_456], values[5_000:6_000] = 9.0, -7.0, np.nan
-    few = thinned(Series(np.arange(30_000.0), values))
-    assert len(few.value) <= 2000
-    assert (np.diff(few.step) > 0).all()
-    assert [few.value[few.step == place].tolist() for place in (12_345, 23_456)] == [[9.0], [-7.0]]
-    assert np.isnan(few.value[(few.step >= 5_030) & (few.step < 5_970)]).all()
-    assert len(thinned(Series(np.arange(2000.0), values[:2000])).value) == 2000
 
 
 def profile_run(tokens: float | None = 10_000) -> RunRecord:

@@ -12,7 +12,7 @@ import pytest
 
 from bapo_megatron.algo.bins import RATIO_BINS
 from bapo_megatron.commands.report.data import MetricTable, RunRecord, read_metrics, read_run
-from bapo_megatron.commands.report.page import _metric_rows, own_metrics
+from bapo_megatron.commands.report.page import own_metrics
 from bapo_megatron.commands.report.series import (
     NO_VALUE,
     RATIO_CENTRES,
@@ -118,30 +118,11 @@ def test_the_table_of_episodes_by_hand() -> None:
     assert reward_turns(f"environment/reward_turn_{turn}" for turn in ("x", "-1", "2")) == [2]
 
 
-def test_a_metric_that_stops_before_the_run_says_where() -> None:
-    """A name that is not there, and null: neither is a value. One that comes back at the end needs no
-    word."""
-    values: list[dict[str, float | None]] = [
-        {"episode/found": 1.0, "episode/back": 4.0},
-        {"episode/found": 2.0},
-        {"episode/found": 3.0, "episode/never": None},
-        {"episode/found": None, "episode/back": 6.0},
-    ]
-    run = run_of(*({"step": n, "environment/turns_mean": 1.0, **one} for n, one in enumerate(values, 11)))
-    cells = [("found", ["1.500", "2.500 (to step 13)"]), ("back", ["5.000", "5.000"])]
-    assert episode_cells(run, 2)[1:] == cells
-    assert [row for row in _metric_rows(run, 1) if row[0].startswith("episode/")] == [
-        ("episode/back", ["4.000", "6.000", "6.000"]),
-        ("episode/found", ["1.000", "3.000 (to step 13)", "–"]),  # noqa: RUF001
-        ("episode/never", ["–", "–", "–"]),  # noqa: RUF001
-    ]
-
-
-def test_the_reward_of_a_source_that_is_not_drawn_any_more() -> None:
+def test_the_table_of_sources() -> None:
     steps: list[dict[str, float | None]] = [{"step": float(n)} for n in (1, 2)]
     steps[0] |= {"source/sums/rollout/groups": 3.0, "source/sums/reward/mean": 0.25}
     [(name, cells)] = source_cells(run_of(*steps), 1)
-    assert (name, cells[:3]) == ("sums", ["0", "3", "0.250 → 0.250 (to step 1)"])
+    assert (name, cells[:3]) == ("sums", ["0", "3", "0.250 → 0.250"])
 
 
 def test_a_comparison_has_the_metrics_of_custom_losses() -> None:

@@ -245,37 +245,3 @@ def compared() -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
     yield ("grpo_sequence@0.35", 8), ("grpo", 8)
     yield ("paper", 8), ("fixed_0.6_1.2", 8)
     yield ("paper", 8), ("grpo_sequence", 8)
-
-
-def test_results_have_the_p_values_and_the_state_of_the_second_study() -> None:
-    page = " ".join((ROOT / "docs/results.md").read_text().split())
-    study = (ROOT / "studies/results/controller_study.md").read_text()
-    [fisher] = re.findall(r"BAPO's 24 runs collapsed and .* of GRPO's: Fisher's p (\S+)\.", study)
-    pair = r"^\| `paper` - `grpo_sequence` \| [^,]*, 12 seeds \| (\S+) \| (\S+) \|"
-    [(holm, alone)] = re.findall(pair, study, re.MULTILINE)
-    done, known = re.findall(r"^(\d+) of the (\d+) arms that are known are done", study, re.MULTILINE)[0]
-    assert f"Fisher's p {fisher}" in page
-    assert f"p = {float(alone):.3f} alone, and {holm} by Holm's" in page
-    assert f"{done} of its {known} arms" in page
-
-
-def test_results_have_the_real_model_beside_the_toy() -> None:
-    reward, held_out, toy = _figures(REAL), _figures(REAL, "held_out"), _figures(SECOND)
-    kept, moved = _figures(REAL, "entropy_kept"), _figures(REAL, "moved")
-    assert {seeds for by_seed in reward.values() for seeds in [tuple(by_seed)]} == {(0, 1, 2, 3)}
-    text = (ROOT / "docs/results.md").read_text()
-    table = text.split("## The real model")[1].split("## The first study")[0]
-    rows = re.findall(
-        r"^\| .*(paper|fixed|sequence|gspo)[^|]* \| (.*) \| (.*) \| (.*) \| (.*) \|$", table, re.MULTILINE
-    )
-    arms = ("paper", "fixed_0.6_1.2", "fixed_0.9_1.2", "grpo_sequence", "gspo")
-    assert [row[1:] for row in rows] == [
-        tuple(_gain(figures, (arm, 8), ("grpo", 8)) for figures in (reward, held_out, kept, toy))
-        for arm in arms
-    ]
-    words = " ".join(text.split())
-    below = fmean(_figures(REAL, "below_target")["paper", 8].values())
-    figures = [_gain(reward, ("paper", 8), ("fixed_0.6_1.2", 8)), _gain(reward, ("grpo", 8), ("grpo", 1))]
-    figures += [f"{100 * value:.0f} %" for value in (fmean(moved["paper", 8].values()), below)]
-    assert not [one for one in (*figures, *rows[3][1:3]) if one not in words]
-    assert rows[1][1] in " ".join((ROOT / "docs/algorithm.md").read_text().split())

@@ -72,12 +72,6 @@ def test_every_page_is_reached() -> None:
     assert not [page.name for page in PAGES if page not in reached]
 
 
-def test_anchors_are_githubs(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# c_low: `bapo` moves [it](x.md)!\n## What it does\n```\n# none\n```\n## What it does\n")
-    assert anchors(page) == {"c_low-bapo-moves-it", "what-it-does", "what-it-does-1"}
-
-
 def test_pages_stay_short() -> None:
     lengths = {page: page.read_text().count("\n") for page in sorted((ROOT / "docs").glob("*.md"))}
     assert len(lengths) <= PAGES_AT_MOST

@@ -14,8 +14,7 @@ import pytest
 
 from bapo_megatron.checkpoint.run_directory import check_writable, only_writer
 from bapo_megatron.commands.cluster.status import read_status, rows_from_end, status_text
-from bapo_megatron.commands.report.page import write_report
-from bapo_megatron.errors import ConfigError, printable
+from bapo_megatron.errors import printable
 from bapo_megatron.runtime import files, jsonl_log
 from bapo_megatron.runtime.files import others_may_write
 from bapo_megatron.runtime.jsonl_log import EventLog, JsonlLog, read_jsonl
@@ -79,13 +78,6 @@ def test_damaged_characters_do_not_end_a_reader(tmp_path: Path) -> None:
     log = tmp_path / "events.jsonl"
     log.write_bytes(b'{"kind": "\xc3"}\n')
     assert read_jsonl(log) == list(rows_from_end(log)) == [{"kind": "\ufffd"}]
-
-
-def test_a_report_that_cannot_be_written_names_the_flag(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    (tmp_path / "report").write_text("")
-    with pytest.raises(ConfigError, match=r"report: name another folder with --output DIR"):
-        write_report([tmp_path])
 
 
 def test_terminal_codes_are_printed_as_text(tmp_path: Path) -> None:

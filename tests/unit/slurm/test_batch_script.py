@@ -102,15 +102,12 @@ def test_gpus_as_a_site_wants_them_asked_for(script_of: Callable[..., str]) -> N
     for sbatch, per_node, gres in (
         ({}, ["8", "8"], []),
         ({"gpus-per-node": "h100:8"}, ["h100:8", "h100:8"], []),
-        ({"gres": "gpu:h100:8"}, [], ["gpu:h100:8", "gpu:h100:8"]),
         ({"gres": "nvme:1,gpu:8"}, [], ["nvme:1,gpu:8", "nvme:1,gpu:8"]),
         ({"gres": "nvme:1"}, ["8", "8"], ["nvme:1", "nvme:1"]),
     ):
         script = script_of(replace(PYXIS, sbatch=sbatch))
         assert (header(script, "gpus-per-node"), header(script, "gres")) == (per_node, gres)
-
-
-def test_a_flag_without_a_value_is_a_switch(script_of: Callable[..., str]) -> None:
+    # One without a value is a switch.
     assert header(script_of(replace(PYXIS, sbatch={"spread-job": ""})), "spread-job") == ["", ""]
 
 

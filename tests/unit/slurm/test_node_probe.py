@@ -321,13 +321,6 @@ def test_nodes_that_are_all_bad_are_not_excluded(shell: Shell, tmp_path: Path) -
     assert "excluded=n1,n2,n3,n3,n3\n" in (tmp_path / "slurm.state").read_text()
 
 
-def test_the_only_node_of_a_job_is_left_out_once(shell: Shell, tmp_path: Path) -> None:
-    """Each would be bad where the setup is wrong, until none is left."""
-    one = {"NODES": "n1", "ANSWER": "no"}
-    assert "without n1\n" in shell(PROBE, **one).stdout
-    assert "STOPPED: health: nodes n1 were left out before" in shell(PROBE, **one).stdout
-
-
 @pytest.mark.parametrize(("gpus", "count"), [("8", "8"), ("h100:4", "4"), ("", "0")])
 def test_the_probe_gets_the_number_of_gpus_of_any_type(
     shell: Shell, tmp_path: Path, gpus: str, count: str

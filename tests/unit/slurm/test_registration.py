@@ -92,17 +92,12 @@ def events_of(tmp_path: Path) -> str:
     return "".join(path.read_text() for path in tmp_path.glob("run/events.jsonl"))
 
 
-def test_a_server_with_the_runs_key_is_registered(task: Callable[[str], Path], tmp_path: Path) -> None:
-    log = task(str(ROOT / "tests/slurm/bin/python-stand-in"))
-    until(lambda: '"state": "ready"' in state_of(tmp_path), log)
-    assert '"url": "http://localhost:' in state_of(tmp_path)
-    assert read_key_file(tmp_path / "run/api_key").value not in state_of(tmp_path) + log.read_text()
-
-
 def test_a_server_that_hangs_is_ended_and_started_again(task: Callable[[str], Path], tmp_path: Path) -> None:
     """By a file of the trainer: the node's task alone sees the process, and not that it does nothing."""
     log = task(str(ROOT / "tests/slurm/bin/python-stand-in"))
     until(lambda: '"state": "ready"' in state_of(tmp_path), log)
+    assert '"url": "http://localhost:' in state_of(tmp_path)
+    assert read_key_file(tmp_path / "run/api_key").value not in state_of(tmp_path) + log.read_text()
     (entry,) = tmp_path.glob("run/engines/*.json")
     entry.with_suffix(".hang").touch()
     until(lambda: "server_ended" in events_of(tmp_path), log)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import against_trl
-from benchmarks.against_trl import Case, Step, compare, page, prepared_model, section
+from benchmarks.against_trl import Case, Step, compare, page, prepared_model
 from benchmarks.against_trl_sides import (
     GENERATION,
     OLD,
@@ -131,25 +131,6 @@ def measured(case: Case) -> Case:
     one = {"trainer": 1024.0, "sampler and workers": 512.0}
     case.peak_mib = {"ours": one, "trl": {"trainer": 2048.0, "sampler and workers": 0.0}}
     return case
-
-
-def test_a_table_of_two_rounds(case: Case) -> None:
-    lines = section(measured(case)).splitlines()
-    table = [line for line in lines if line.startswith("| ")][1:]
-    assert table == [
-        "| generation | 1,500 (1,000 to 2,000) | 2,000 (2,000 to 2,000) | 1.50 (1.00 to 2.00) |",
-        "| reward and advantages | - | - |  |",
-        "| old log-probs | - | 1,000 (1,000 to 1,000) |  |",
-        "| update | 1,995 (1,995 to 1,995) | 3,000 (3,000 to 3,000) | 1.50 (1.50 to 1.50) |",
-        "| weights to the engine | 5.00 (5.00 to 5.00) | - |  |",
-        "| rest | - | - |  |",
-        "| **all** | 3,500 (3,000 to 4,000) | 6,000 (6,000 to 6,000) | 1.75 (1.50 to 2.00) |",
-    ]
-    text = " ".join(lines)
-    assert "Rounds: 2, after 1 that did not count." in text
-    assert "Load of the machine: 3.0 to 4.5." in text
-    assert "11 CPU s of ours, 5 of TRL" in text
-    assert "trainer 1.00 GiB, sampler and workers 0.50 GiB of ours; trainer 2.00 GiB of TRL" in text
 
 
 def test_sides_that_do_not_agree_have_no_figures(case: Case) -> None:

@@ -20,7 +20,6 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import GPUS
 
 _TIME = re.compile(r"(\d+-)?\d{1,3}(:\d\d){1,2}|\d+-\d{1,2}|\d+")
-_EXAMPLES = {"time": ', in quotes: "24:00:00" is 24 hours, and Slurm takes "24" for 24 minutes'}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
@@ -129,10 +128,7 @@ def load_cluster(path: Path) -> ClusterFile:
         raise ConfigError(f"cluster file {path} does not exist; slurm/clusters/ has examples") from None
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cluster file {path} cannot be read: {error}") from None
-    problems = [
-        f"{name}{problem}{_EXAMPLES.get(name, '') if name in table else ''}"
-        for name, problem in table_problems(ClusterFile, table)
-    ]
+    problems = [f"{name}{problem}" for name, problem in table_problems(ClusterFile, table)]
     if not problems:
         cluster = _build(table)
         problems = list(_invalid_values(cluster))

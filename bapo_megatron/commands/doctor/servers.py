@@ -48,11 +48,6 @@ _SAME_SHAPE = (
 _INPUT_RESERVE = 6
 """SGLang's `max_req_input_len` is its context length minus this many tokens."""
 
-_IN_PLACE = {
-    "disable_radix_cache": "no prefix cache, which would hold keys and values of old weights,",
-    "disable_overlap_schedule": "no overlap, under which a token of old weights counts to the new ones,",
-}
-
 _KEY_NEEDED = "a server that asks for the run's API key"
 _KEY_SERVE = "start it with bapo rollout-server RECIPE --host HOST --port PORT"
 _KEY_FILE = f"name its file with rollout.sglang.api_key_file or {VARIABLE}"
@@ -225,7 +220,7 @@ def _setting_rows(url: str, server: dict[str, Any], facts: RecipeFacts) -> Itera
     if facts.on_update == "in_place":
         for field in IN_PLACE:
             if server.get(field) is False:
-                needed = f"{_IN_PLACE[field]} with rollout.sglang.on_update=in_place"
+                needed = "no keys, values and tokens of old weights with rollout.sglang.on_update=in_place"
                 lacks = f"no {flag(field)}"
                 yield DoctorRow(SECTION, url, "problem", lacks, needed, f"start it with {flag(field)}")
 

@@ -123,13 +123,10 @@ def _staleness(run: RunRecord) -> str:
     )
     parts = []
     if reuse and mini_batches:
-        parts.append(
-            f"{reuse * mini_batches} updates of a batch ({_count(reuse, 'pass', 'passes')} of "
-            f"{_count(mini_batches, 'update')})"
-        )
+        parts.append(f"{reuse * mini_batches} updates of a batch (passes: {reuse}, of {mini_batches} each)")
     behind = run.config.get("rollout.max_staleness")
     if behind:
-        parts.append(f"sampled up to {_count(behind, 'step')} before")
+        parts.append(f"sampled at most {behind} step(s) before")
     average, oldest = mean(run.steps.known("staleness/mean")), run.steps.known("staleness/max")
     if average is not None:
         most = f", {oldest.max():g} at most" if len(oldest) else ""
@@ -173,10 +170,6 @@ def _interval(row: Row) -> str:
     if any(len(values) != 1 or values[0] is None for values in ends):
         return ""
     return f" (95% interval {percent(ends[0][0])} to {percent(ends[1][0])})"
-
-
-def _count(count: int, noun: str, many: str = "") -> str:
-    return f"{count} {noun if count == 1 else many or noun + 's'}"
 
 
 # --- the configuration in short -------------------------------------------------------------------
@@ -231,8 +224,8 @@ def _evaluation(config: dict[str, Any]) -> str:
     every, suites = config.get("evaluation.every"), config.get("evaluation.suites")
     if not every or not suites:
         return ""
-    samples = _count(config.get("evaluation.samples", 1), "response")
-    return f"every {_count(every, 'step')}, {samples} a problem: {', '.join(map(str, suites))}"
+    samples = config.get("evaluation.samples", 1)
+    return f"at every step that {every} divides, avg@{samples}: {', '.join(map(str, suites))}"
 
 
 _NO_BASELINE = (

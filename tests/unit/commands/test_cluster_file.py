@@ -66,8 +66,7 @@ def test_invalid_fields_are_named(tmp_path: Path, text: str, told: str) -> None:
 def test_invalid_times_and_missing_fields_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'one day' is not a time"):
         loaded(tmp_path, WHOLE.replace("1:00:00", "one day"))
-    # In quotes it would be 24 minutes, which is said.
-    with pytest.raises(ConfigError, match='time = 24 must be text, in quotes: "24:00:00" is 24 hours'):
+    with pytest.raises(ConfigError, match="time = 24 must be text"):
         loaded(tmp_path, WHOLE.replace('"1:00:00"', "24"))
     with pytest.raises(ConfigError, match="account is missing") as failure:
         loaded(tmp_path, "qos = 'x'\n")

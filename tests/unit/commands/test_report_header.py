@@ -95,7 +95,7 @@ def test_staleness_by_hand() -> None:
     steps = [row | age for row, age in zip(run_of().steps.rows(), ages, strict=True)]
     run = replace(run_of(config=config), steps=MetricTable(steps))
     assert fact("staleness", run) == (
-        "8 updates of a batch (2 passes of 4 updates); sampled up to 1 step before; "
+        "8 updates of a batch (passes: 2, of 4 each); sampled at most 1 step(s) before; "
         "a token is 3.5 updates old in the mean, 11 at most"
     )
     assert fact("staleness", run_of()) == "not recorded"
@@ -156,7 +156,7 @@ def test_settings_in_short() -> None:
     assert main_settings({**config, "evaluation.suites": ["sums"]}) == [
         ("model", "models/tiny"),
         ("batch", "16 prompts of 8 responses, at most 64 tokens, temperature 1"),
-        ("evaluation", "every 10 steps, 1 response a problem: sums"),
+        ("evaluation", "at every step that 10 divides, avg@1: sums"),
         ("seed", "0"),
     ]
     assert main_settings({}) == []

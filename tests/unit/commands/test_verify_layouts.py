@@ -106,16 +106,6 @@ def test_the_loss_of_a_layout_has_the_terms_of_the_run() -> None:
     assert found[1] == pytest.approx(found[0] - 0.5)
 
 
-def test_differences_of_identity_are_listed() -> None:
-    one = handmade()
-    assert identity_differences(one, dict(one.identity)) == []
-    other = {"model.weights_sha256": "cd", "canary.seed": 0, "canary.tokens": 9}
-    assert identity_differences(one, other) == [
-        "canary.tokens: None in the certificate, 9 here",
-        "model.weights_sha256: 'ab' in the certificate, 'cd' here",
-    ]
-
-
 def test_digests_tell_models_apart(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(POLICY, tmp_path / "model"))
     before = model_digests(folder)

@@ -44,15 +44,12 @@ MEND_PROGRAM = "mend the program, or the row that it cannot take (docs/environme
 
 @dataclass(frozen=True)
 class _Tried:
-    """An environment to try: its section in the recipe, its configuration, the time limit, and a prompt."""
+    """An environment to try: its section in the recipe, its configuration, and a prompt."""
 
     section: str
     """Config path of the environment: ``environment``, or the source's own."""
     config: EnvironmentConfig
     """With one worker, and a step limit of at most ``MOST_WAIT_S``."""
-    allowed_s: float
-    limit_field: str
-    """Field of the section that sets ``allowed_s``."""
     where: str
     prompt: Prompt
 
@@ -100,14 +97,10 @@ def _tried(config: RunConfig, source: str, environment: EnvironmentConfig, promp
     from bapo_megatron.config.validation import environment_field
 
     own = any(entry.name == source and entry.environment is not None for entry in config.data.sources)
-    limits = {"step_limit_s": environment.step_limit_s, "episode_limit_s": environment.episode_limit_s}
-    limit_field = min(limits, key=lambda name: limits[name])
     wait_s = min(MOST_WAIT_S, environment.step_limit_s)
     return _Tried(
         section=environment_field(source) if own else "environment",
         config=replace(environment, step_limit_s=wait_s, workers=1),
-        allowed_s=limits[limit_field],
-        limit_field=limit_field,
         where=f"row {prompt.prompt_id}" + (f" of source {source}" if source else ""),
         prompt=prompt,
     )
@@ -180,10 +173,9 @@ def _answer(traits: Traits, result: StepResult, turns: int) -> str:
 
 def _failed(tried: _Tried, result: StepResult, mend: str) -> DoctorRow:
     section, config = tried.section, tried.config
-    limit = f"{section}.{tried.limit_field}"
     what = f"{section}.function={config.function} failed at {tried.where}, to {TURN!r}: {result.failure}"
     fixes: dict[Any, str] = {
-        "time": f"let step() return within {limit}={tried.allowed_s:g} s, or raise that",
+        "time": f"let step() return sooner, or raise {section}.step_limit_s and episode_limit_s",
         "died": f"its process ended: leave out os._exit, raise {section}.memory_limit_mb="
         f"{config.memory_limit_mb}, or mend the library that crashes",
     }

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import stat
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +38,8 @@ _START_S = 120.0
 GOES_ON = "a run continues, and this response fails (reward.on_failure)"
 _SHOWN, _SETTINGS_SHOWN = 60, 300
 """Most characters shown of an observation, and of the settings of a failed class."""
+_LAST_LINES, _LAST_BYTES = 5, 4000
+"""Most lines and bytes of an environment's stderr in the report."""
 
 
 MEND_CLASS = "mend the class where the traceback ends, or the row that it cannot take (docs/environments.md)"
@@ -44,12 +48,15 @@ MEND_PROGRAM = "mend the program, or the row that it cannot take (docs/environme
 
 @dataclass(frozen=True)
 class _Tried:
-    """An environment to try: its section in the recipe, its configuration, and a prompt."""
+    """An environment to try: its section in the recipe, its configuration, the time limit, and a prompt."""
 
     section: str
     """Config path of the environment: ``environment``, or the source's own."""
     config: EnvironmentConfig
     """With one worker, and a step limit of at most ``MOST_WAIT_S``."""
+    allowed_s: float
+    limit_field: str
+    """Field of the section that sets ``allowed_s``."""
     where: str
     prompt: Prompt
 
@@ -97,10 +104,14 @@ def _tried(config: RunConfig, source: str, environment: EnvironmentConfig, promp
     from bapo_megatron.config.validation import environment_field
 
     own = any(entry.name == source and entry.environment is not None for entry in config.data.sources)
+    limits = {"step_limit_s": environment.step_limit_s, "episode_limit_s": environment.episode_limit_s}
+    limit_field = min(limits, key=lambda name: limits[name])
     wait_s = min(MOST_WAIT_S, environment.step_limit_s)
     return _Tried(
         section=environment_field(source) if own else "environment",
         config=replace(environment, step_limit_s=wait_s, workers=1),
+        allowed_s=limits[limit_field],
+        limit_field=limit_field,
         where=f"row {prompt.prompt_id}" + (f" of source {source}" if source else ""),
         prompt=prompt,
     )
@@ -109,7 +120,7 @@ def _tried(config: RunConfig, source: str, environment: EnvironmentConfig, promp
 async def _try(tried: _Tried) -> DoctorRow:
     from bapo_megatron.environment.pool import read_traits
 
-    began = time.monotonic()
+    began, errors = time.monotonic(), _stderr_bytes()
     try:
         traits = read_traits(tried.config, _START_S)
         start_s = time.monotonic() - began
@@ -117,11 +128,15 @@ async def _try(tried: _Tried) -> DoctorRow:
     except Exception as error:  # a run would end here, too; keep the recipe's other rows
         text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         found = f"{tried.section}.function={tried.config.function}, {tried.where}: no step: {text}"
+        found += _last_lines(errors)
         return environment_row("problem", found, f"mend {tried.section}, or the row; a run would end at this")
     if result.failure is not None:
-        return _failed(tried, result, MEND_PROGRAM if traits.runs_program else MEND_CLASS)
+        says = result.failure == "died" or traits.runs_program
+        mend = MEND_PROGRAM if traits.runs_program else MEND_CLASS
+        return _failed(tried, result, _last_lines(errors) if says else "", mend)
     answer = _answer(traits, result, turns)
     found = f"{tried.config.function}, {tried.where}: {answer}; start {start_s:.1f} s"
+    found = f"{found}; {_described(traits)}"
     if traits.runs_program and result.observation is not None:
         if turns < tried.config.max_turns:
             return environment_row("optional", f"{found}. Longer was not waited", "none if that is meant")
@@ -171,15 +186,26 @@ def _answer(traits: Traits, result: StepResult, turns: int) -> str:
     return f"to {TURN!r}{times} it gave {said}, in {result.seconds:.1f} s"
 
 
-def _failed(tried: _Tried, result: StepResult, mend: str) -> DoctorRow:
+def _described(traits: Traits) -> str:
+    """Return the class attributes that decide how a run treats it."""
+    tools = [str(tool["function"]["name"]) for tool in traits.tools]
+    return f"resume {traits.resume}, tools: {', '.join(tools) or 'none'}"
+
+
+def _failed(tried: _Tried, result: StepResult, errors: str, mend: str) -> DoctorRow:
     section, config = tried.section, tried.config
+    limit = f"{section}.{tried.limit_field}"
+    if result.failure == "time" and tried.allowed_s > MOST_WAIT_S:
+        found = f"{config.function}, {tried.where}: {result.detail}; longer was not waited"
+        fix = f"none if {limit}={tried.allowed_s:g} is meant; else lower it"
+        return environment_row("optional", found, fix)
     what = f"{section}.function={config.function} failed at {tried.where}, to {TURN!r}: {result.failure}"
     fixes: dict[Any, str] = {
-        "time": f"let step() return sooner, or raise {section}.step_limit_s and episode_limit_s",
+        "time": f"let step() return within {limit}={tried.allowed_s:g} s, or raise that",
         "died": f"its process ended: leave out os._exit, raise {section}.memory_limit_mb="
         f"{config.memory_limit_mb}, or mend the library that crashes",
     }
-    found = f"{what}: {result.detail}\n{result.traceback}".strip()
+    found = f"{what}: {result.detail}\n{result.traceback}".strip() + errors
     if _fails_on_any_turn(result) or NO_REQUEST in result.detail:
         settings = f"; {section}.settings is {json.dumps(config.settings)[:_SETTINGS_SHOWN]}"
         return environment_row("problem", found, mend + settings)
@@ -202,3 +228,19 @@ def _fails_on_any_turn(result: StepResult) -> bool:
         r"Traceback \(most recent call last\):\n +File \".*\", line \d+, in (\S+)", result.traceback
     )
     return bool(begins) and begins[-1] in ("__init__", "__new__", "dumps", "text")
+
+
+def _stderr_bytes() -> int | None:
+    """Return the size of stderr in bytes if it is a file, as under ``check_recipe``, else None."""
+    status = os.fstat(2)
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _last_lines(begin: int | None) -> str:
+    """Return the last lines of stderr after byte ``begin``, including those of concurrent trials."""
+    if begin is None:
+        return ""
+    with open("/proc/self/fd/2", "rb") as file:
+        file.seek(max(begin, os.fstat(2).st_size - _LAST_BYTES))
+        text = file.read(_LAST_BYTES).decode(errors="replace").strip()
+    return "\n".join(["", "last lines of stderr:", *text.splitlines()[-_LAST_LINES:]]) if text else ""

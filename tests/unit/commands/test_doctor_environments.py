@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -24,7 +26,7 @@ from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.runtime.child_process import run_command
 from bapo_megatron.types import Prompt
-from tests.support.judge_server import judge_server, judged
+from tests.support.judge_server import judge_server, judged, says
 
 RECIPE = Path(__file__).parents[3] / "recipes/demo_tools_cpu.py"
 DEMO = RECIPE.with_name("demo_cpu.py")
@@ -32,7 +34,7 @@ LONG_S = 300.0
 pytestmark = pytest.mark.integration
 
 GAME = """
-import asyncio, json, os, time
+import asyncio, json, os, sys, time
 from bapo_megatron.environment import Environment, Reply
 
 REPLIES = {"text": "higher", "number": Reply(42), "nan": Reply("higher", reward=float("nan"))}
@@ -66,6 +68,7 @@ class Game(Environment):
         if self.does == "hang":
             time.sleep(1000)
         if self.does == "die":
+            print("\\x1b[2Jno license for the game", file=sys.stderr)
             os._exit(9)
         return REPLIES.get(self.does, Reply("Say a number.\\n", reward=0.25))
 
@@ -74,7 +77,8 @@ class Game(Environment):
 
 
 class Waiting(Game):
-    role = "tool"
+    role, resume = "tool", "never"
+    tools = ({"type": "function", "function": {"name": "look", "parameters": {}}},)
 
     async def step(self, turn):
         if self.does == "hang":
@@ -109,7 +113,7 @@ def test_an_object_takes_one_step_and_is_closed(game: str, tmp_path: Path) -> No
     log = tmp_path / "log"
     row = tried(game, "answer", settings={"log": str(log)}, python=Path(sys.executable))
     said = r"row 3: to 'I do not know\.' it gave a turn of role user, 14 characters \('Say a number\.\\n'\), "
-    said += r"reward 0\.25, not done, in \d+\.\d s; start \d+\.\d s"
+    said += r"reward 0\.25, not done, in \d+\.\d s; start \d+\.\d s; resume replay, tools: none"
     assert re.fullmatch(f"{re.escape(game)}, {said}", row.found)
     assert (row.section, row.name, row.state, row.fix) == ("recipe", "environment", "ok", "")
     events = [json.loads(line) for line in log.read_text().splitlines()]
@@ -121,6 +125,7 @@ def test_an_object_takes_one_step_and_is_closed(game: str, tmp_path: Path) -> No
     assert "it gave no turn, reward 1.5, done, in" in tried(game, "end").found
     found = tried(game.replace(":Game", ":Waiting"), "wait").found
     assert "a turn of role tool, 4 characters ('wait'), no reward, not done" in found
+    assert found.endswith("resume never, tools: look")
 
 
 AGENT = """
@@ -202,14 +207,40 @@ def test_a_step_that_hangs(game: str, kind: str) -> None:
         trial = tried(kind_of_game, "hang", **{limit: 0.5})
         assert trial.state == "optional"
         assert trial.found.endswith("failed at row 3, to 'I do not know.': time: no answer within 0.5 s")
-        assert "or raise environment.step_limit_s and episode_limit_s" in trial.fix
+        fix = f"let step() return within environment.{limit}=0.5 s, or raise that"
+        assert trial.fix == f"{environments.GOES_ON}; if it should not, {fix}"
 
 
+def test_a_step_may_take_longer_than_the_doctor_waits(game: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "MOST_WAIT_S", 0.5)
+    waiting = game.replace(":Game", ":Waiting")
+    trial = tried(waiting, "hang", step_limit_s=5, episode_limit_s=600)
+    assert trial.state == "optional"
+    assert trial.found == f"{waiting}, row 3: no answer within 0.5 s; longer was not waited"
+    assert trial.fix == "none if environment.step_limit_s=5 is meant; else lower it"
+
+
+@pytest.fixture
+def stderr_file(tmp_path: Path) -> Iterator[None]:
+    """A stderr as the doctor's child has it, with lines of its own."""
+    with (tmp_path / "stderr").open("wb") as file:
+        kept = os.dup(2)
+        file.write(b"of the tokenizer\n")
+        file.flush()
+        os.dup2(file.fileno(), 2)
+        yield
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+@pytest.mark.usefixtures("stderr_file")
 def test_a_step_that_ends_its_process(game: str, tmp_path: Path) -> None:
-    """It is asked once, for it may act outside."""
+    """It is asked once, for it may act outside, and its last words are kept."""
     trial = tried(game, "die", settings={"log": str(tmp_path / "log")})
     assert trial.state == "optional"
     assert "to 'I do not know.': died: " in trial.found
+    assert trial.found.endswith("last lines of stderr:\n\x1b[2Jno license for the game")
+    assert "of the tokenizer" not in trial.found
     assert trial.fix.startswith(f"{environments.GOES_ON}; if it should not, its process ended: ")
     assert "raise environment.memory_limit_mb=16384" in trial.fix
     events = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
@@ -237,7 +268,7 @@ def refuses(*_):
 recipe._load = lambda *_: None
 recipe.problems_of = lambda *_: iter(["a problem"])
 recipe.facts_of = lambda _: recipe.RecipeFacts()
-recipe._turn_end = lambda _: []
+recipe._turn_end = recipe._files_left_out = lambda _: []
 recipe._try_rewards = lambda *_: [recipe.DoctorRow("recipe", "reward", "ok", "score 1")]
 recipe.try_environments = lambda *_: []
 CHANGE
@@ -290,6 +321,7 @@ def test_an_environment_that_was_tried_is_told_though_the_next_ends_the_check(
     rows, _ = checked(change, monkeypatch)
     assert [(row.state, row.found) for row in rows] == [("problem", "a problem")]
     assert recipe._last_answer('{"next": "reward"}\n{"next": "environm') == {"next": "reward"}
+    assert recipe._last_answer('{"next": "rew') is None
 
 
 def test_what_cannot_reach_a_worker(game: str) -> None:
@@ -382,12 +414,23 @@ def test_a_judge_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bapo_megatron.commands.doctor.recipe.ENDPOINT_DEADLINE_S", 0.3)
     config = load_recipe(DEMO, RunConfig)
     prompt = Prompt(3, np.zeros(1, np.int32), "34", "test", messages=[{"role": "user", "content": "17*2="}])
-    with judge_server(judged("Score: 1")) as server:
-        reward = RewardConfig(function="llm_judge", settings={"url": server.url, "model": "m"})
-        asked = dataclasses.replace(config, reward=reward)
-        assert try_reward(asked, prompt).found.startswith("score 1 for row 3 with its ground truth")
-    row = try_reward(asked, prompt)  # its server is gone
-    assert (row.state, "no server took a connection for 0.3 s" in row.found) == ("problem", True)
+
+    def tried(url: str) -> tuple[bool, str]:
+        reward = RewardConfig(function="llm_judge", settings={"url": url, "model": "m"})
+        row = try_reward(dataclasses.replace(config, reward=reward), prompt)
+        return row.state == "ok", row.found
+
+    with judge_server(judged("Score: 1"), says({"error": "no such model"}, 404)) as server:
+        assert tried(server.url) == (True, "score 1 for row 3 with its ground truth in a box as the response")
+        works, found = tried(server.url)
+        assert not works
+        assert "no score for row 3" in found
+        assert "endpoint: " in found
+        assert "HTTP 404" in found
+        port = server.port
+    works, found = tried(f"http://127.0.0.1:{port}/v1")
+    assert not works
+    assert "no server took a connection for 0.3 s" in found
 
 
 def test_a_missing_module_is_told_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import time
 from collections import namedtuple
@@ -16,7 +17,9 @@ from bapo_megatron.commands.doctor import machine, sglang
 from bapo_megatron.commands.doctor.machine import (
     disk_rows,
     forgeable_row,
+    has_infiniband,
     isolation_row,
+    locked_memory_row,
     sandbox_rows,
     shared_memory_row,
 )
@@ -83,6 +86,15 @@ def test_an_interpreter_that_does_not_work(tmp_path: Path, monkeypatch: pytest.M
         (row,) = sglang.sglang_rows(True, interpreter(tmp_path, body))
         assert row.state == "problem"
         assert says in row.found
+
+
+def test_locked_memory_matters_with_infiniband(tmp_path: Path) -> None:
+    assert locked_memory_row(resource.RLIM_INFINITY, True).state == "ok"
+    assert locked_memory_row(8 << 20, False).found == "8192 KiB; no InfiniBand here"
+    assert locked_memory_row(8 << 20, True).state == "optional"
+    assert not has_infiniband(tmp_path / "none")
+    (tmp_path / "mlx5_0").mkdir()
+    assert has_infiniband(tmp_path)
 
 
 Usage = namedtuple("Usage", "total used free")

@@ -41,6 +41,22 @@ def shared_memory_row(path: Path) -> DoctorRow:
     return DoctorRow(SECTION, str(path), "ok" if enough else "optional", found, needed, fix)
 
 
+def locked_memory_row(soft: int, infiniband: bool) -> DoctorRow:
+    """Return the row of the locked-memory limit; InfiniBand locks the buffers that it registers."""
+    if soft == resource.RLIM_INFINITY:
+        return DoctorRow(SECTION, "locked memory", "ok", "unlimited")
+    found, needed = f"{soft >> 10} KiB", "unlimited, for InfiniBand"
+    if not infiniband:
+        return DoctorRow(SECTION, "locked memory", "ok", f"{found}; no InfiniBand here", needed)
+    fix = "ulimit -l unlimited; under Slurm LimitMEMLOCK=infinity for slurmd"
+    return DoctorRow(SECTION, "locked memory", "optional", found, needed, fix)
+
+
+def has_infiniband(devices: Path = Path("/sys/class/infiniband")) -> bool:
+    """Whether the kernel lists an InfiniBand (or RoCE) device."""
+    return devices.is_dir() and any(devices.iterdir())
+
+
 def disk_rows(directory: Path, needed_gb: float | None = None) -> Iterator[DoctorRow]:
     """Yield rows of the run directory's disk: free space for ``needed_gb`` (None: unknown), write access."""
     name, least = f"disk of {directory}", (needed_gb or 0) * _GB
@@ -129,63 +145,3 @@ def forgeable_row(rows: int) -> DoctorRow:
     found = f"rows of data.path with tests that a program can forge: {rows}"
     fix = "leave them out, or write each test as `assert f(x) == literal` (docs/rewards.md#programs)"
     return DoctorRow(SANDBOX, "tests", "optional", found, "tests that compare plain values", fix)
-
-
-def locked_memory_row(soft: int, infiniband: bool) -> DoctorRow:
-    """Return the row of the locked-memory limit; InfiniBand locks the buffers that it registers."""
-    if soft == resource.RLIM_INFINITY:
-        return DoctorRow(SECTION, "locked memory", "ok", "unlimited")
-    found, needed = f"{soft >> 10} KiB", "unlimited, for InfiniBand"
-    if not infiniband:
-        return DoctorRow(SECTION, "locked memory", "ok", f"{found}; no InfiniBand here", needed)
-    fix = "ulimit -l unlimited; under Slurm LimitMEMLOCK=infinity for slurmd"
-    return DoctorRow(SECTION, "locked memory", "optional", found, needed, fix)
-
-
-def has_infiniband(devices: Path = Path("/sys/class/infiniband")) -> bool:
-    """Whether the kernel lists an InfiniBand (or RoCE) device."""
-    return devices.is_dir() and any(devices.iterdir())
-
-
-def disk_rows(directory: Path, needed_gb: float | None = None) -> Iterator[DoctorRow]:
-    """Yield rows of the run directory's disk: free space for ``needed_gb`` (None: unknown), write access."""
-    name, least = f"disk of {directory}", (needed_gb or 0) * _GB
-    needed = "" if needed_gb is None else f"{_size(least)}, for checkpoints, weights and rollouts"
-    kept = "checkpoint.keep_last, rollout.keep_steps"
-    fix = f"free some, keep fewer ({kept}), or name another disk with --run-dir"
-    try:
-        existing, free, writable = within(DISK_DEADLINE_S, lambda: _look_at(directory))
-    except OSError as error:
-        yield DoctorRow(SECTION, name, "problem", one_line(error), needed, "name another disk with --run-dir")
-        return
-    short, found = free < least, f"{_size(free)} free"
-    if short and (own := _held(directory)):
-        # A resumed run has already written part of what it needs.
-        short, found = free + own < least, f"{found}, and {_size(own)} of this run there"
-    yield DoctorRow(SECTION, name, "problem" if short else "ok", found, needed, fix)
-    if not writable:
-        found, needed = f"{existing} may not be written to", "a folder to write to"
-        yield DoctorRow(SECTION, name, "problem", found, needed, "name another with --run-dir")
-
-
-def _look_at(directory: Path) -> tuple[Path, int, bool]:
-    path = directory.absolute()
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    return existing, shutil.disk_usage(existing).free, os.access(existing, os.W_OK | os.X_OK)
-
-
-def _held(folder: Path) -> int:
-    """Return the size of a folder's files in bytes; 0 if it is absent or the disk does not answer in time."""
-
-    def size() -> int:
-        total = 0
-        for place, _, names in os.walk(folder):
-            for name in names:
-                with suppress(OSError):  # the run may be deleting old files
-                    total += os.lstat(os.path.join(place, name)).st_size
-        return total
-
-    try:
-        return within(DISK_DEADLINE_S, size)
-    except OSError:
-        return 0

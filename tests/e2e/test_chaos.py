@@ -1,5 +1,5 @@
 """A few harms of tests/support/chaos.py; more by ``python -m tests.support.chaos --minutes 60``, and
-``--kills 200 --tools async --folder FOLDER``, ``--tools agent``."""
+``--kills 200 --tools async``, ``--tools agent``."""
 
 from __future__ import annotations
 

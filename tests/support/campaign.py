@@ -1,12 +1,11 @@
 """A run that is killed many times, at random moments, against one that never was: the same bits at the end.
 
-    python -m tests.support.campaign --kills 200 [--seed 0] [--agent]
+    python -m tests.support.campaign --kills 200 [--seed 0]
 
 Two processes train the demo with the local engine. All of it, one rank, or the sampler is killed with -9, or
 it is told to stop by a signal; then the same command is started again. At the end metrics, updates and
 weights must be those of the run that was left alone, and an audit must find every token of the journal in one
 place: trained on, dropped for a reason, or kept for a later step. Only the segments in flight are in none.
-``--agent``: the policy is asked by an agent program (unruly_agent.py), whose worker is killed, too.
 """
 
 from __future__ import annotations
@@ -27,15 +26,12 @@ from functools import partial
 from pathlib import Path
 
 from bapo_megatron import cli
-from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.rollout.sampler.step_batches import steps_in
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.accounts import check_run
-from tests.support.agent_accounts import check_agents
-from tests.support.chaos import AGENT, agent_flags
 from tests.support.fork_server import import_all
 from tests.support.metrics import results
-from tests.support.processes import environments_of, ranks_of, sampler_of
+from tests.support.processes import ranks_of, sampler_of
 from tests.support.raw_journal import keeping_logs
 from tests.support.short_runs import SUMS
 
@@ -44,10 +40,6 @@ FLAGS = (
     *("--parallel.data=2", "--checkpoint.every=2", "--evaluation.every=0", "--reward.workers=1"),
     *("--rollout.prompts-per-step=4", "--rollout.group-size=4"),
     *("--algorithm.bounds.target=0.65", "--algorithm.reuse-epochs=2"),
-)
-POLICY = ROOT / "recipes/demo/policy_tools"
-AGENT_RECIPE = "recipes/demo_tools_cpu.py"
-PLAIN_FLAGS = (
     *(f"--model.hf-path={ROOT / 'recipes/demo/policy'}", "--rollout.max-response-tokens=64"),
     *("--optimizer.lr=2e-4", SUMS),
 )
@@ -56,7 +48,6 @@ STEPS_A_KILL = 1.5
 WHILE_STARTING = 0.25
 """Share of the kills that come before a run has begun to sample."""
 HARMS = {"kill all": 4, "kill rank 0": 2, "kill rank 1": 2, "kill the sampler": 2, "SIGUSR1": 1, "SIGTERM": 1}
-AGENT_HARMS = {**HARMS, "kill an environment worker": 3}
 PHASES = ("starting", "sampling", "updating", "saving")
 INTERRUPTED = 85
 
@@ -75,9 +66,9 @@ class Outcome:
 
     def table(self) -> str:
         """For people, in Markdown."""
-        phases = [phase for phase in PHASES if any(self.kills[harm, phase] for harm in AGENT_HARMS)]
+        phases = [phase for phase in PHASES if any(self.kills[harm, phase] for harm in HARMS)]
         lines = ["| |" + "".join(f" {phase} |" for phase in phases), "|---|" + "---:|" * len(phases)]
-        for harm in AGENT_HARMS:
+        for harm in HARMS:
             cells = "".join(f" {self.kills[harm, phase]} |" for phase in phases)
             lines.append(f"| {harm} |{cells}")
         tokens = ", ".join(
@@ -85,7 +76,6 @@ class Outcome:
         )
         lines += ["", f"{self.starts} starts, {self.repeated} steps made again."]
         lines += [f"Tokens of the journal: {tokens}; lost: 0. Results equal bit for bit."]
-        lines += [f"Of an agent's journal: {dict(self.tokens)}"] * ("turns" in self.tokens)
         return "\n".join(lines)
 
 
@@ -143,10 +133,6 @@ class Life:
             if found := sampler_of(self.pid):
                 found.kill()
             return
-        elif kind == "kill an environment worker":
-            for worker in environments_of(self.pid):
-                worker.kill()
-            return
         else:
             os.kill(self.pid, getattr(signal, kind))
         code = self.wait()
@@ -191,21 +177,10 @@ def last_step(run_dir: Path, name: str) -> int:
     return int(rows[-1]["step"]) if rows else 0
 
 
-def words_of(folder: Path, is_agent: bool) -> tuple[str, ...]:
-    """The recipe and the flags of a campaign in ``folder``."""
-    if not is_agent:
-        return ("recipes/demo_cpu.py", *FLAGS, *PLAIN_FLAGS)
-    # One thing at a time: requests that come together come in any order, which is that of an episode's rows.
-    settings = {"command": [sys.executable, str(AGENT), str(folder / "asked.log"), "in-turn"]}
-    return (AGENT_RECIPE, *FLAGS, *agent_flags(settings), "--optimizer.lr=1e-5")
-
-
-def campaign(
-    folder: Path, kills: int, seed: int, say: Callable[[str], None], is_agent: bool = False
-) -> Outcome:
+def campaign(folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> Outcome:
     """Harm a run ``kills`` times, let it end, and hold it to one that was left alone."""
     chance, steps = random.Random(seed), max(6, int(STEPS_A_KILL * kills))
-    words = (*words_of(folder, is_agent), f"--steps={steps}")
+    words = ("recipes/demo_cpu.py", *FLAGS, f"--steps={steps}")
     whole, harmed = folder / "whole", folder / "harmed"
     alone = Life(whole, words)
     assert alone.wait(3600) == 0, whole.with_suffix(".log").read_text()[-3000:]
@@ -220,10 +195,7 @@ def campaign(
         while (code := Life(harmed, words).wait(3600)) != 0:
             assert code == INTERRUPTED, harmed.with_suffix(".log").read_text()[-3000:]
     outcome.starts += 1
-    books = check_run(harmed, kept, cut_steps=True)
-    outcome.tokens = books.totals()
-    if is_agent:  # both runs have told their programs the same
-        outcome.tokens += check_agents(folder / "asked.log", books.episodes, load_tokenizer(POLICY), 0)
+    outcome.tokens = check_run(harmed, kept, cut_steps=True).totals()
     for name in ("metrics.jsonl", "updates.jsonl"):
         assert not (found := _difference(harmed, whole, name)), found
     ours, theirs = ((run / "export/model.safetensors").read_bytes() for run in (harmed, whole))
@@ -254,8 +226,7 @@ def _harmed_life(
     before = last_step(run_dir, "metrics.jsonl")
     life, steps = Life(run_dir, words), int(words[-1].partition("=")[2])
     outcome.starts += 1
-    harms = AGENT_HARMS if words[0] == AGENT_RECIPE else HARMS
-    [kind] = chance.choices(list(harms), list(harms.values()))
+    [kind] = chance.choices(list(HARMS), list(HARMS.values()))
     starting = chance.random() < WHILE_STARTING
     while not starting and life.code() is None and life.phase() == "starting":
         time.sleep(0.05)
@@ -271,7 +242,7 @@ def _harmed_life(
     phase = life.phase()
     life.harm(kind)
     outcome.kills[kind, phase] += 1
-    if kind in ("kill the sampler", "kill an environment worker"):
+    if kind == "kill the sampler":
         time.sleep(chance.uniform(0, spans_s[1]))
         life.harm("kill all")
         outcome.kills["kill all", phase] += 1
@@ -283,13 +254,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="an empty folder for the runs, which stay there")
-    parser.add_argument("--agent", action="store_true")
     given = parser.parse_args()
     import_all()
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
         say = partial(print, flush=True)
-        outcome = campaign(folder, given.kills, given.seed, say, given.agent)
+        outcome = campaign(folder, given.kills, given.seed, say)
     print(outcome.table())
 
 

@@ -2,8 +2,8 @@
 
     python -m tests.support.chaos --minutes 30 [--seed 0] [--sync broadcast]
     python -m tests.support.chaos --kills 200 --colocated [--sync ipc] [--minutes 90]
-    python -m tests.support.chaos --kills 200 --tools async --folder FOLDER [--minutes 60]
-    python -m tests.support.chaos --kills 200 --tools agent --folder FOLDER [--engine local]
+    python -m tests.support.chaos --kills 200 --tools async [--minutes 60]
+    python -m tests.support.chaos --kills 200 --tools agent [--engine local]
 
 Servers, the sampler and the trainer are killed with -9, servers and the sampler are stopped for a while with
 SIGSTOP. Then the run continues in peace for a few steps, and its journal is audited (tests/support/audit.py):
@@ -14,8 +14,7 @@ twice; the losses equal those of a replay of the journal.
 has answered a call that leads from one state to the next (``ARROWS``), or the trainer has made an update.
 
 ``--tools``: the demo with a calculator that fails as tools do (faulty_tools.py). Workers of environments are
-killed, too, and the audit hears what the tools say (tool_accounts.py). Given a folder, the same command goes
-on with its run until ``--kills`` are reached (harm_ledger.py).
+killed, too, and the audit hears what the tools say (tool_accounts.py).
 ``agent``: an agent program in the calculator's place (unruly_agent.py), which is killed, too, and its own
 accounts (agent_accounts.py).
 """
@@ -28,7 +27,6 @@ import json
 import math
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -48,7 +46,6 @@ from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.accounts import check_run
 from tests.support.agent_accounts import check_agents
 from tests.support.forked_commands import start_bapo
-from tests.support.harm_ledger import Ledger
 from tests.support.processes import environments_of, sampler_of, servers_of
 from tests.support.raw_journal import keeping_logs
 from tests.support.tool_accounts import check_steps, check_tools
@@ -275,40 +272,20 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=sys.maxsize)
     parser.add_argument("--tools", choices=("async", "plain", "agent"))
     parser.add_argument("--engine", choices=("sglang", "local"), default="sglang", help="of agents' runs")
-    parser.add_argument("--folder", type=Path, help="of a campaign with tools, new or to be continued")
     given = parser.parse_args()
-    if (given.tools is None) != (given.folder is None):
-        parser.error("--tools and --folder go together")
     minutes = given.minutes or (30 if given.kills == sys.maxsize else math.inf)
-    if given.tools:
-        folder = given.folder.absolute()
-        is_agent = given.tools == "agent"
-        target = with_agents(folder, given.engine) if is_agent else with_tools(folder, given.tools)
-        harm_tools(folder, target, given.kills, minutes, given.seed)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        chance, sync = random.Random(given.seed), f"--rollout.sglang.sync={given.sync}"
-        harms = islice(harms_for(minutes, chance, KILLS if given.colocated else HARMS), given.kills)
-        if given.colocated:
-            arrows = IPC_ARROWS if given.sync == "ipc" else ARROWS
-            harm_and_check(Path(folder), harms, chance, [*COLOCATED, sync], arrows)
-        else:
-            harm_and_check(Path(folder), harms, chance, [sync])
-
-
-def harm_tools(folder: Path, target: Target, kills: int, minutes: float, seed: int) -> None:
-    """A session of a campaign with tools: until the folder's run has had so many kills, or time is over."""
-    ledger = Ledger(folder, [*FLAGS, *target.flags])
-    before, began = ledger.kills, time.monotonic()
-    if before >= kills:
-        raise SystemExit(f"{folder} has had {before} kills")
-    of_session = f"{seed}.{before}"
-    chance = random.Random(of_session)
-    kinds = AGENT_KILLS if target.arrows is AGENT_ARROWS else TOOL_KILLS
-    harms = islice(harms_for(minutes, chance, kinds), kills - before)
-    found = harm_and_check(folder, harms, chance, (), [*target.arrows], target, ledger)
-    spent = (time.monotonic() - began) / 60
-    ledger.close_session(seed=of_session, minutes=spent, found={**found, "kills": ledger.kills})
+    flags, arrows, target = [f"--rollout.sglang.sync={given.sync}"], (), Target()
+    with tempfile.TemporaryDirectory() as name:
+        chance, folder, kinds = random.Random(given.seed), Path(name), HARMS
+        if given.tools == "agent":
+            kinds, target = AGENT_KILLS, with_agents(folder, given.engine)
+        elif given.tools:
+            kinds, target = TOOL_KILLS, with_tools(folder, given.tools)
+        elif given.colocated:
+            kinds, arrows = KILLS, IPC_ARROWS if given.sync == "ipc" else ARROWS
+            flags += COLOCATED
+        harms = islice(harms_for(minutes, chance, kinds), given.kills)
+        harm_and_check(folder, harms, chance, flags, arrows or [*target.arrows], target)
 
 
 def harms_for(minutes: float, chance: random.Random, kinds: Sequence[str]) -> Iterator[str]:
@@ -325,7 +302,6 @@ def harm_and_check(
     flags: Iterable[str],
     arrows: Sequence[str] = (),
     target: Target = Target(),
-    ledger: Ledger | None = None,
 ) -> Counter[str]:
     """Do these harms to a run, then hold it to its books. What was done, and the tokens.
 
@@ -342,10 +318,7 @@ def harm_and_check(
                 if arrows and run.wait_for_arrow(when):
                     done["at " + when] += 1
                     time.sleep(chance.choice((0.0, 0.0, chance.uniform(0.0, 0.5))))
-                is_done = run.harm(kind, chance)
-                done[kind] += is_done
-                if ledger and is_done:
-                    ledger.note(kind=kind, after=when, steps=run.steps)
+                done[kind] += run.harm(kind, chance)
                 print(f"{kind} after {when}, at {run.steps} steps", flush=True)
                 if arrows:
                     run.wait_for_steps(1, PATIENCE_S)
@@ -360,8 +333,7 @@ def harm_and_check(
         model = json.loads((run.run_dir / "config.json").read_text())["config"]["model.hf_path"]
         tokenizer = load_tokenizer(Path(model))
         if target.arrows is AGENT_ARROWS:
-            harms_done = [row["kind"] for row in ledger.harms] if ledger else [*done.elements()]
-            killed = harms_done.count("kill an agent program")
+            killed = done["kill an agent program"]
             done += check_agents(target.tools_log, found.episodes, tokenizer, killed)
         else:
             done += check_tools(target.tools_log, found.episodes, tokenizer)
@@ -377,8 +349,6 @@ def check_replay(folder: Path, target: Target) -> None:
     updates = read_jsonl(run_dir / "updates.jsonl")
     steps = read_jsonl(run_dir / "metrics.jsonl")[-1]["step"]
     more = (f"--steps={steps}", f"--rollout.replay={run_dir}", "--checkpoint.every=100000")
-    if replay.exists():  # of an earlier session
-        shutil.rmtree(replay)
     flags = (*FLAGS, *target.flags, *more, f"--run-dir={replay}")
     command = start_bapo("train", target.recipe, *flags)
     output = command.communicate()[0].decode(errors="replace")

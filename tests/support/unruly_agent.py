@@ -1,12 +1,12 @@
 """An agent program that does to its endpoint what programs do, for runs that are killed: a calculator's user.
 
-    python unruly_agent.py LOG [in-turn]
+    python unruly_agent.py LOG
 
 After its first request it asks three at a time, cancels streams and comes back for them, repeats requests
 with an idempotency key or after a disconnection, and begins again from a summary. What it does follows from
 the name of its episode, so a program that is started again does the same. It notes what it asked and was
-answered in LOG, against which ``agent_accounts.py`` holds the journal. ``in-turn``: it asks one thing at a
-time. Its reward follows from all that it was told. Only the standard library is imported.
+answered in LOG, against which ``agent_accounts.py`` holds the journal. Its reward follows from all that it
+was told. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Agent:
         self._episode, self._messages, self._log = task["episode"], task["messages"], log
         self._address = urlsplit(os.environ["OPENAI_BASE_URL"])
 
-    def play(self, in_turn: bool) -> float:
+    def play(self) -> float:
         """The reward."""
         talk = [*self._messages]
         critics = {"critic 1": "12+30", "critic 2": "7+55"}
@@ -46,7 +46,7 @@ class Agent:
         value = str(eval(first)) if EXPRESSION.fullmatch(first) else "0"
         talk += [{"role": "assistant", "content": first}, _user(value)]
         requests = [*((name, [_user(text)]) for name, text in critics.items()), ("second", talk)]
-        with ThreadPoolExecutor(1 if in_turn else None) as threads:
+        with ThreadPoolExecutor() as threads:
             said = threads.map(lambda request: self._ask(*request), requests)
             answers = [first, *said, self._ask("summary", [*self._messages, _user(value)])]
         return zlib.crc32("\n".join(answers).encode()) % 5 / 4
@@ -105,7 +105,7 @@ def _user(text: str) -> dict[str, str]:
 
 def main() -> None:
     """Play an episode."""
-    print(Agent(json.load(sys.stdin), Path(sys.argv[1])).play("in-turn" in sys.argv))
+    print(Agent(json.load(sys.stdin), Path(sys.argv[1])).play())
 
 
 if __name__ == "__main__":

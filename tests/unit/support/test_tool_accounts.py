@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.audit import Exchange
 from tests.support.faulty_tools import FAILURES, SHARES, fault_of
-from tests.support.harm_ledger import Ledger
 from tests.support.tool_accounts import check_steps, check_tools
 
 Rows = list[dict[str, Any]]
@@ -159,18 +158,3 @@ def test_faults_have_names_and_are_a_minority() -> None:
     assert sum(SHARES.values()) < 0.5
     drawn = [fault_of(f"{number}-0-0", 0) for number in range(20_000)]
     assert abs(drawn.count("slow") / 20_000 - SHARES["slow"]) < 0.02
-
-
-def test_a_campaign_goes_on_with_the_same_run_only(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, ["--a=1"])
-    ledger.note(kind="kill everything", after="update", steps=3)
-    ledger.note(kind="stop the sampler", after="update", steps=4)
-    again = Ledger(tmp_path, ["--a=1"])
-    assert again.kills == 1
-    assert [row["after"] for row in again.harms] == ["update", "update"]
-    with pytest.raises(SystemExit, match="has a campaign with"):
-        Ledger(tmp_path, ["--a=2"])
-    theirs = tmp_path / "theirs"
-    (theirs / "replay").mkdir(parents=True)
-    with pytest.raises(SystemExit, match="theirs has no campaign, and is not empty"):
-        Ledger(theirs, ["--a=1"])

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.blocks import ITEM_BYTES, BlockTensor
+from bapo_megatron.hf.blocks import BlockTensor
 from bapo_megatron.hf.config import carried_files
 from bapo_megatron.hf.weight_files import INDEX
 from checkpoints_tools.core.atomic_output import OutputPlan, atomic_output, check_space
-from checkpoints_tools.core.blocks import holes
 from checkpoints_tools.core.copying import copy_tensors
 from checkpoints_tools.core.progress import byte_progress, format_bytes
 from checkpoints_tools.formats.torch_dist import OPTIMIZER
@@ -35,13 +33,6 @@ class Settings:
     """Threads that copy; 0 for one per processor, but 4 to 8."""
     progress: bool = False
     """Show progress on stderr."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for an impossible number of threads."""
-        if not 0 <= self.threads <= 256:
-            raise ConfigError(
-                f"--threads {self.threads}: give a number from 1 to 256, or 0 to have it chosen"
-            )
 
     def thread_count(self) -> int:
         """Return the number of copying threads."""
@@ -85,7 +76,7 @@ def convert(
 ) -> Conversion:
     """Execute an output plan, whose paths are in ``temporary_folder(output)``; return the result. Raises
     ConfigError, leaving nothing behind, if the disk lacks space before or during the copy."""
-    free = check_space(output, plan.nbytes - holes(tensors) // _shrinking(tensors, plan))
+    free = check_space(output, plan.nbytes)
     weights = [tensor for name, tensor in plan.tensors.items() if not name.startswith(OPTIMIZER)]
     result = Conversion(
         source,
@@ -102,16 +93,10 @@ def convert(
     total = sum(tensor.nbytes for tensor in plan.tensors.values())
     # The last progress line comes after the output is in place.
     with byte_progress(total, settings.progress) as done, atomic_output(output):
-        plan.create()  # zero-filled files: the copy skips the source's holes
+        plan.create()
         copy_tensors(tensors, plan.tensors, settings.thread_count(), done)
         plan.complete()
     return result
-
-
-def _shrinking(tensors: Mapping[str, BlockTensor], plan: OutputPlan) -> int:
-    """Return how many times smaller an element may be in the output, which divides the space a hole saves."""
-    pairs = {(tensors[name].dtype, placed.dtype) for name, placed in plan.tensors.items()}
-    return max(1, *(ITEM_BYTES[read] // ITEM_BYTES[written] for read, written in pairs))
 
 
 def carried_beside(folder: Path, checkpoint: Path) -> dict[Path, Path]:

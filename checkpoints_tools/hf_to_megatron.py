@@ -19,7 +19,6 @@ from bapo_megatron.hf.parameter_map import embedding_name, hf_tensors, tensor_pr
 from bapo_megatron.hf.safetensors_folder import read_safetensors_folder
 from checkpoints_tools.archives.pickle_allow_list import PickledObject
 from checkpoints_tools.archives.torch_archive import Call, Instance, Name, object_archive
-from checkpoints_tools.archives.torch_zip import StoredTensor
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, carried_beside, convert
 from checkpoints_tools.core.atomic_output import OutputPlan, check_output, temporary_folder
 from checkpoints_tools.formats.distcp import COMMON_OBJECT, ChunkFiles
@@ -47,7 +46,6 @@ def to_megatron(hf_folder: Path, output: Path, grid: int = 8, settings: Settings
     Config and tokenizer are copied to ``release/hf``. Raises ConfigError and CheckpointError before writing
     anything, except if the disk fills up.
     """
-    _check_grid(grid)
     output = check_output(output, settings.overwrite, [hf_folder])
     shape = read_model_shape(hf_folder)
     tensors = _model_tensors(hf_folder, shape)
@@ -76,9 +74,6 @@ def reshard(
     optimizer is resharded, too, unless ``weights_only``. Raises ConfigError before writing anything for an
     optimizer that cannot be converted, CheckpointError for a damaged source.
     """
-    _check_grid(grid)
-    if vocabulary_multiple is not None and vocabulary_multiple < 1:
-        raise ConfigError(f"--vocab-multiple {vocabulary_multiple}: give a number above 0")
     source = open_checkpoint(checkpoint, step, reference)
     output = check_output(output, settings.overwrite, [source.location.folder, source.reference])
     _check_source(source, weights_only)
@@ -181,8 +176,6 @@ def _as_written(value: Any) -> Any:
         return {key: _as_written(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_as_written(inner) for inner in value)
-    if isinstance(value, StoredTensor):
-        raise CheckpointError("it holds a tensor")
     if not isinstance(value, PickledObject):
         return value
     module, _, name = value.class_name.rpartition(".")
@@ -208,11 +201,6 @@ def _carry_untrained(
     return untrained
 
 
-def _check_grid(grid: int) -> None:
-    if not 1 <= grid <= 1024:
-        raise ConfigError(f"--grid {grid}: give a number from 1 to 1024; 8 serves TP1 to TP8")
-
-
 def _model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
     """Return a Hugging Face folder's tensors. Raises CheckpointError for missing, unknown or misshapen ones.
 
@@ -228,7 +216,6 @@ def _model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
 
 
 def _new_common(shape: ModelShape, iteration: int = 0) -> bytes:
-    """Return the common state of a checkpoint without an optimizer."""
     namespace = Instance(Name("argparse", "Namespace"), arguments(shape))
     return object_archive(
         {"checkpoint_version": 3.0, "iteration": iteration, _CONTENT: _rules(shape), "args": namespace}

@@ -1,4 +1,4 @@
-"""Checkpoint inspection: format, origin, model, optimizer, sizes, and a tree of keys.
+"""Checkpoint inspection: format, origin, model, optimizer, sizes, and keys.
 
 ``inspect_checkpoint`` returns an ``Inspection``, ``as_text`` its text. Reads only metadata, no weights, so it
 is fast and cannot find damaged weights; `verify` can.
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.blocks import ITEM_BYTES
@@ -216,7 +216,6 @@ def _model(location: Location, reference: Path | None) -> tuple[dict[str, Any] |
 
 
 def _iteration(location: Location, common: Mapping[str, Any]) -> int | None:
-    """Return the checkpoint's iteration, from its folder's name or its metadata."""
     stored = common.get("iteration")
     return location.iteration if location.iteration is not None or type(stored) is not int else stored
 
@@ -247,12 +246,10 @@ def _groups(tensors: Iterable[GlobalTensor], objects: Iterable[str]) -> list[Key
     return [KeyGroup(*group, count, chunks) for group, (count, chunks) in sorted(counts.items())]
 
 
-_Node: TypeAlias = "dict[str, _Node | None]"
-
-
 def as_text(inspection: Inspection) -> str:
-    """Return the inspection as text: facts, one per line, then the keys as a tree."""
-    return "\n".join([*text_table(list(_facts(inspection))), "keys", *_tree(inspection.keys)])
+    """Return the inspection as text: facts, one per line, then the keys."""
+    keys = [f"  {group.key}  {_what(group)}" for group in inspection.keys]
+    return "\n".join([*text_table(list(_facts(inspection))), "keys", *keys])
 
 
 def _facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
@@ -276,16 +273,12 @@ def _facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _layout_text(written_at: Mapping[str, Any]) -> str:
-    """Return the layout in a line; layouts of experts and chunk layers only if unusual."""
-    shown = [
+    """Return the layout in a line; that of experts only if they are split."""
+    return " ".join(
         f"{_PARALLEL[name][1]}{size}"
         for name, size in written_at.items()
         if name in _PARALLEL and (size > 1 or not name.startswith("expert"))
-    ]
-    layers = written_at.get("pipeline_layers", [])
-    if len(set(layers)) > 1:
-        shown.append(f"layers {','.join(map(str, layers))}")
-    return " ".join(shown)
+    )
 
 
 def _model_text(inspection: Inspection) -> str:
@@ -301,28 +294,6 @@ def _model_text(inspection: Inspection) -> str:
         f"{model['head_dim']} on {model['kv_heads']} KV groups, {mlp}, vocabulary {model['vocab']:,}, "
         f"{tied} embeddings"
     )
-
-
-def _tree(groups: Iterable[KeyGroup]) -> Iterator[str]:
-    """Yield the tree of dotted keys; those without a sibling share a line."""
-    root: _Node = {}
-    for group in groups:
-        *folders, name = group.key.split(".")
-        node = root
-        for folder in folders:
-            node = cast(_Node, node.setdefault(f"{folder}.", {}))
-        node[f"{name}  {_what(group)}"] = None
-    return _lines(root, 1)
-
-
-def _lines(node: _Node, depth: int) -> Iterator[str]:
-    for name, below in node.items():
-        while below and len(below) == 1:
-            [(last, below)] = below.items()
-            name += last
-        yield "  " * depth + name.removesuffix(".")
-        if below:
-            yield from _lines(below, depth + 1)
 
 
 def _what(group: KeyGroup) -> str:

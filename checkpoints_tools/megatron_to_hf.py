@@ -132,7 +132,6 @@ def plan_hf_folder(
 
 
 def _masters(opened: OpenedCheckpoint) -> dict[str, BlockTensor]:
-    """Return the optimizer's fp32 master weights."""
     if not isinstance(opened.content, TorchDist):
         raise ConfigError(
             f"{opened.location.folder} is of format {opened.location.format}, whose optimizer is not read; "

@@ -332,7 +332,7 @@ def main(checkpoint: str, output: str, model: str, parent: str) -> int:
         to_hf(
             Path(checkpoint), Path(output), Path(model), settings=Settings(overwrite=True, threads=_THREADS)
         )
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

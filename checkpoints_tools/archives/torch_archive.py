@@ -21,8 +21,6 @@ from bapo_megatron.hf.blocks import ITEM_BYTES
 
 ALIGNMENT = 64  # of a tensor's first byte, as in torch
 _STORAGES = {"BF16": "BFloat16Storage", "F16": "HalfStorage", "F32": "FloatStorage"}
-# Largest tensor in bytes: a zip file without the 64-bit extension holds 4 GiB, including the rest.
-_MOST = (1 << 32) - (1 << 16)
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
@@ -170,8 +168,6 @@ def _archive(pickled: bytes, payload: int | None, position: int) -> TensorArchiv
     for name, data in entries.items():
         _add(out, central, len(out), name, data)
     if payload is not None:
-        if payload > _MOST:
-            raise ValueError(f"{payload} bytes are too many for an archive without the 64-bit extension")
         unaligned = position + len(out) + _LOCAL.size + len(_PAYLOAD) + 4
         padding = -unaligned % ALIGNMENT
         extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding

@@ -73,23 +73,16 @@ def read_archive(stream: BinaryIO, file: Path, name: str, start: int = 0, length
     names a class that no checkpoint needs.
     """
     source = f"{file}: {name}"
-    end = os.fstat(stream.fileno()).st_size
-    length = end - start if length is None else length
-    if start < 0 or length < 0 or start + length > end:
-        raise CheckpointError(
-            f"{source} should lie at bytes {start} to {start + length}, but the file has {end}: "
-            f"it is truncated; {COPY_AGAIN}"
-        )
+    length = os.fstat(stream.fileno()).st_size - start if length is None else length
+    damaged = (zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, ValueError)
     try:
         window = io.BufferedReader(_Window(stream.fileno(), start, length), 4096)
         with zipfile.ZipFile(window) as archive:
             return _MemberReader(archive, window, file, source, start, length).read()
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+    except (*damaged, OverflowError, EOFError, OSError) as error:
         raise CheckpointError(
             f"{source} is not an archive of torch.save, or is truncated or damaged ({error}); {COPY_AGAIN}"
         ) from None
-    except (struct.error, ValueError, OverflowError, EOFError, OSError) as error:
-        raise CheckpointError(f"{source} cannot be read: {error!r}") from None
 
 
 def read_tensor(stream: BinaryIO, file: Path, name: str, start: int, length: int) -> StoredTensor:

@@ -1,21 +1,16 @@
-"""Work on blocks without their elements: cut at the rows of tensors, coverage of a tensor, holes of files."""
+"""Work on blocks without their elements: cut at the rows of tensors, coverage of a tensor."""
 
 from __future__ import annotations
 
-import errno
-import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
-from pathlib import Path
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.blocks import Block, BlockTensor
 from bapo_megatron.layers import RowSegment
-
-_HOLES_NOT_TOLD = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def cut_into_sources(
@@ -64,48 +59,3 @@ def check_cover(tensor: BlockTensor) -> None:
             f"tensor {tensor.name}: the checkpoint holds {covered} of its {rows * columns} elements; "
             "a part of it was not saved, or a file is missing"
         )
-
-
-# --- holes of sparse files: a copy skips them, so nothing may count as one by mistake ---
-
-
-def holes(tensors: Mapping[str, BlockTensor]) -> int:
-    """Return the bytes of holes in the tensors' sparse files; copies have the same holes and need no space
-    for them."""
-    return sum(map(_hole_bytes, {block.file for tensor in tensors.values() for block in tensor.blocks}))
-
-
-def _hole_bytes(path: Path) -> int:
-    with path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        if status.st_blocks * 512 >= status.st_size:
-            return 0
-        # Counted, not derived from the number of blocks: a compressed file may also be small.
-        holes = position = 0
-        while position < status.st_size:
-            data = data_after(file.fileno(), position)
-            holes += data - position
-            position = data if data == status.st_size else _hole_after(file.fileno(), data)
-        return holes
-
-
-def data_after(descriptor: int, position: int) -> int:
-    """Return the first byte of data from ``position`` on, at most the file's size. Raises OSError."""
-    try:
-        return os.lseek(descriptor, position, os.SEEK_DATA)
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # only a hole from here on
-            return os.fstat(descriptor).st_size
-        if error.errno in _HOLES_NOT_TOLD:  # from a file system that does not report holes
-            return position
-        raise
-
-
-def _hole_after(descriptor: int, position: int) -> int:
-    """Return the first byte of a hole after ``position``, which is data; at most the file's size."""
-    try:
-        return os.lseek(descriptor, position, os.SEEK_HOLE)
-    except OSError as error:
-        if error.errno in _HOLES_NOT_TOLD:
-            return os.fstat(descriptor).st_size
-        raise

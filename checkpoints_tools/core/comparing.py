@@ -18,7 +18,6 @@ from checkpoints_tools.core.copying import (
     OpenFiles,
     RowBand,
     from_fp8,
-    in_a_hole,
     move_rows,
     row_bands,
 )
@@ -96,9 +95,6 @@ def _compare(
     left, right = bytearray(BUFFER_BYTES), bytearray(BUFFER_BYTES)
     for band in row_bands(here, there):
         nbytes, other = band.rows * band.read_row, band.rows * band.written_row
-        if not digests and all(in_a_hole(band, block, files) for block in (*band.read, *band.written)):
-            done(nbytes)
-            continue
         if len(left) < max(nbytes, other):
             left, right = bytearray(max(nbytes, other)), bytearray(max(nbytes, other))
         first, second = memoryview(left)[:nbytes], memoryview(right)[:other]
@@ -128,15 +124,9 @@ def _compare(
 
 def _element(band: RowBand, dtype: str, first: memoryview, second: memoryview) -> str:
     """Return row, column and both values of the first differing element."""
-    low, high = 0, len(first)  # the first difference is in bytes low to high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if bytes(first[low:middle]) != bytes(second[low:middle]):
-            high = middle
-        else:
-            low = middle
     item = ITEM_BYTES[dtype]
-    element = low // item
+    pairs = enumerate(zip(first, second, strict=True))
+    element = next(at for at, (here, there) in pairs if here != there) // item
     row, column = band.row + element // band.columns, element % band.columns
     values = [
         _value(int.from_bytes(data[element * item : (element + 1) * item], "little"), dtype)
@@ -147,7 +137,6 @@ def _element(band: RowBand, dtype: str, first: memoryview, second: memoryview) -
 
 
 def _value(bits: int, dtype: str) -> str:
-    """Return the number and its bits as text."""
     raw = bits.to_bytes(ITEM_BYTES[dtype], "little")
     if dtype == "BF16":
         raw = b"\0\0" + raw

@@ -1,16 +1,13 @@
 """Tensor copy from one checkpoint's blocks into another's (``copy_tensors``), in bounded memory.
 
 Tensors are copied in bands: as many whole rows as fit into a buffer without crossing a block edge. Source
-blocks are read into the buffer and written from it to destination blocks. Holes are skipped (not in a
-conversion to fp8), and the kernel copies ranges that are contiguous and of one type in both, if the file
-system permits. So a byte moves once, however the two are cut, and memory is one buffer, of at least a row,
-per thread, and a few times that during a cast. fp8 weights are read as bfloat16; they are written by blocks,
-with their scales (``fp8.py``).
+blocks are read into the buffer and written from it to destination blocks. So a byte moves once, however the
+two are cut, and memory is one buffer, of at least a row, per thread, and a few times that during a cast. fp8
+weights are read as bfloat16; they are written by blocks, with their scales (``fp8.py``).
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +17,11 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 
+import numpy as np
+
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.blocks import ITEM_BYTES, Block, BlockTensor
 from bapo_megatron.hf.fp8 import BLOCK, FP8
-from checkpoints_tools.core.blocks import data_after
 from checkpoints_tools.core.fp8 import as_float32, dequantized, quantized
 
 _NAN = 0x7FC0  # torch's kernels turn every NaN into 0x7FC0 or 0xFFFF, depending on the machine
@@ -31,15 +29,11 @@ _NAN = 0x7FC0  # torch's kernels turn every NaN into 0x7FC0 or 0xFFFF, depending
 
 def to_bfloat16(data: memoryview, dtype: str) -> memoryview:
     """Return the values of ``data``, of type F32 or F16, as BF16: to nearest, ties to even, NaN to 0x7FC0."""
-    import numpy as np  # not needed if the type stays
-
     if dtype == "F16":
         with np.errstate(invalid="ignore"):
             bits = np.frombuffer(data, np.float16).astype(np.float32).view(np.uint32)
-    elif dtype == "F32":
-        bits = np.frombuffer(data, np.uint32)
     else:
-        raise ValueError(f"{dtype} is not converted to BF16")
+        bits = np.frombuffer(data, np.uint32)
     nearest = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     return np.where(is_nan, np.uint32(_NAN), nearest).astype(np.uint16).data.cast("B")
@@ -47,22 +41,19 @@ def to_bfloat16(data: memoryview, dtype: str) -> memoryview:
 
 BUFFER_BYTES = 1 << 20
 _WRITE_BEHIND_BYTES = 32 << 20
-_NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 _VECTORS = 1024  # per readv or writev: Linux' IOV_MAX
-Moved = Callable[[int], None]
-"""Progress callback for the number of bytes copied, from any thread."""
 
 
 def copy_tensors(
     source: Mapping[str, BlockTensor],
     destination: Mapping[str, BlockTensor],
     threads: int,
-    moved: Moved = lambda nbytes: None,
+    moved: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
     """Copy the source's blocks into the destination's, casting to BF16 or fp8 where types differ.
 
-    The destination's files must exist at full size, filled with zeros: holes of the source are skipped.
-    Raises CheckpointError if a source file ends early or a weight for fp8 is not finite, and OSError.
+    ``moved`` receives, from any thread, bytes copied. The destination's files must exist at full size. Raises
+    CheckpointError if a source file ends early or a weight for fp8 is not finite, and OSError.
     """
     # One thread per destination file: two writers of one file would block each other in the file system. The
     # largest file first, so the last thread does not start late.
@@ -74,7 +65,7 @@ def copy_tensors(
 
     def work(file: Path) -> None:
         buffer = memoryview(bytearray(BUFFER_BYTES))
-        behind = _WriteBehind(files)
+        waiting = 0
         try:
             for name in by_file[file]:
                 quantizes = destination[name].scales is not None
@@ -83,8 +74,13 @@ def copy_tensors(
                     if failed.is_set():
                         return
                     buffer = _quantize(band, files, buffer) if quantizes else _copy(band, files, buffer)
-                    behind.copied(band)
-                    moved(band.rows * band.written_row)
+                    nbytes = band.rows * band.written_row
+                    moved(nbytes)
+                    waiting += nbytes
+                    if waiting >= _WRITE_BEHIND_BYTES:
+                        # Keeps unwritten pages, but starts writing them, before gigabytes wait for the sync.
+                        os.posix_fadvise(files.writing(file), 0, 0, os.POSIX_FADV_DONTNEED)
+                        waiting = 0
             os.fsync(files.writing(file))  # here, while other threads copy, not at the end
         except BaseException:
             failed.set()
@@ -103,10 +99,7 @@ class OpenFiles:
     """Thread-safe cache of file descriptors by path; a context manager, which closes all on exit."""
 
     def __init__(self) -> None:
-        self.kernel_copies = True
-        """Whether to use copy_file_range; False once the system has refused it."""
         self._open: dict[tuple[Path, int], int] = {}
-        self._sparse: set[int] = set()
         self._lock = threading.Lock()
 
     def __enter__(self) -> OpenFiles:
@@ -125,42 +118,11 @@ class OpenFiles:
         """Return a descriptor for writing to an existing file."""
         return self._descriptor(path, os.O_WRONLY)
 
-    def is_hole(self, path: Path, position: int, nbytes: int) -> bool:
-        """Whether these bytes are a hole of a sparse file, which reads as zeros."""
-        descriptor = self.reading(path)
-        return descriptor in self._sparse and data_after(descriptor, position) >= position + nbytes
-
     def _descriptor(self, path: Path, flags: int) -> int:
         with self._lock:
             if (path, flags) not in self._open:
-                descriptor = self._open[path, flags] = os.open(path, flags | os.O_CLOEXEC)
-                status = os.fstat(descriptor)
-                if flags == os.O_RDONLY and status.st_blocks * 512 < status.st_size:
-                    self._sparse.add(descriptor)
+                self._open[path, flags] = os.open(path, flags | os.O_CLOEXEC)
             return self._open[path, flags]
-
-
-class _WriteBehind:
-    """Write-behind of copied files: starts the disk writes before gigabytes wait for the final sync."""
-
-    def __init__(self, files: OpenFiles) -> None:
-        self._files = files
-        self._spans: dict[Path, tuple[int, int]] = {}
-        self._waiting = 0
-
-    def copied(self, band: RowBand) -> None:
-        """Record that ``band`` was copied into the page cache; start writing if enough is waiting."""
-        for block in band.written:
-            begin = block.position + (band.row - block.row) * block.stride
-            low, high = self._spans.get(block.file, (begin, begin))
-            self._spans[block.file] = min(low, begin), max(high, begin + band.rows * block.stride)
-        self._waiting += band.rows * band.written_row
-        if self._waiting >= _WRITE_BEHIND_BYTES:
-            for file, (low, high) in self._spans.items():
-                # The system keeps unwritten pages but starts writing them.
-                os.posix_fadvise(self._files.writing(file), low, high - low, os.POSIX_FADV_DONTNEED)
-            self._spans.clear()
-            self._waiting = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +211,6 @@ class _Sweep:
 
 def _copy(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview:
     """Copy one band; return the buffer, a larger one if a single row did not fit."""
-    if all(in_a_hole(band, block, files) for block in band.read) or _copy_in_kernel(band, files):
-        return buffer
     if len(buffer) < band.rows * band.read_row:
         buffer = memoryview(bytearray(band.rows * band.read_row))
     data = buffer[: band.rows * band.read_row]
@@ -333,43 +293,6 @@ def _within(block: Block, part: RowBand, column: int) -> Block | None:
         columns=last - first,
         position=block.position + skipped,
     )
-
-
-def _copy_in_kernel(band: RowBand, files: OpenFiles) -> bool:
-    """Copy a band by copy_file_range, if contiguous in both files: half the work of a read and a write.
-    Returns whether it was copied; the system refuses, for example, between file systems."""
-    if len(band.read) != 1 or len(band.written) != 1 or band.read_type != band.written_type:
-        return False
-    (read,), (written,), row = band.read, band.written, band.read_row
-    if not read.stride == written.stride == row or not files.kernel_copies:
-        return False
-    here = read.position + (band.row - read.row) * row
-    there = written.position + (band.row - written.row) * row
-    done, wanted = 0, band.rows * row
-    while done < wanted:
-        try:
-            count = os.copy_file_range(
-                files.reading(read.file),
-                files.writing(written.file),
-                wanted - done,
-                here + done,
-                there + done,
-            )
-        except OSError as error:
-            if error.errno not in _NO_KERNEL_COPY:
-                raise
-            files.kernel_copies = False
-            return False
-        if count == 0:  # the source has ended, which reading will report
-            return False
-        done += count
-    return True
-
-
-def in_a_hole(band: RowBand, block: Block, files: OpenFiles) -> bool:
-    """Whether a block's part of the band is a hole of a sparse file, which reads as zeros."""
-    span = (band.rows - 1) * block.stride + block.columns * ITEM_BYTES[band.read_type]
-    return files.is_hole(block.file, block.position + (band.row - block.row) * block.stride, span)
 
 
 Transfer = Callable[[int, Sequence[memoryview], int], int]

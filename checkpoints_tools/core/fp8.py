@@ -11,25 +11,21 @@ Shapes (suffix of a name): ``_RC`` rows and columns of a part of a matrix, ``_GB
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.fp8 import BLOCK
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Floats = npt.NDArray[np.float32]
-    Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
 
 _LARGEST = 448.0
 
 
 def as_float32(data: memoryview, dtype: str) -> Floats:
     """Return the elements of ``data``, of type BF16, F16 or F32, as a new float32 array, without rounding."""
-    import numpy as np  # not needed if the type stays
-
     if dtype == "BF16":
         return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
     return np.frombuffer(data, {"F16": np.float16, "F32": np.float32}[dtype]).astype(np.float32)
@@ -41,10 +37,7 @@ def quantized(values_RC: Floats) -> tuple[Bytes, Floats]:
     Overwrites ``values_RC``. A block of zeros, or of numbers below 1.4e-36, whose factor exceeds float32, has
     scale 1. Raises ValueError for a non-finite number, since its block has no scale.
     """
-    import numpy as np
-
-    rows, columns = values_RC.shape
-    assert rows <= BLOCK
+    columns = values_RC.shape[1]
     starts = np.arange(0, columns, BLOCK)
     with np.errstate(invalid="ignore"):
         largest_C = np.maximum(values_RC.max(0), -values_RC.min(0))  # abs() would copy the part
@@ -61,8 +54,6 @@ def quantized(values_RC: Floats) -> tuple[Bytes, Floats]:
 
 def _rounded(values_RC: Floats) -> Bytes:
     """Round to float8_e4m3fn, to nearest even, at most 448; overwrites ``values_RC``."""
-    import numpy as np
-
     sign_RC = (values_RC.view(np.uint32) >> 24).astype(np.uint8) & 0x80
     np.abs(values_RC, out=values_RC)
     np.minimum(values_RC, np.float32(_LARGEST), out=values_RC)
@@ -85,8 +76,6 @@ def dequantized(data: memoryview, columns: int, row: int, scales_GB: Floats) -> 
     ``scales_GB``: scales of those rows' blocks, from the block of ``row`` on. Raises CheckpointError for a
     non-finite one.
     """
-    import numpy as np
-
     if not np.isfinite(scales_GB).all():
         raise CheckpointError("its scales are not all finite: fetch the model again")
     values_RC = _numbers()[np.frombuffer(data, np.uint8)].reshape(-1, columns)
@@ -102,8 +91,6 @@ def dequantized(data: memoryview, columns: int, row: int, scales_GB: Floats) -> 
 @cache
 def _numbers() -> Floats:
     """Return each float8_e4m3fn byte's number: sign, exponent (4 bits, from -7), mantissa (3); 127: NaN."""
-    import numpy as np
-
     exponents, mantissas = np.arange(128) >> 3, np.arange(128) & 7
     fractions = np.where(exponents > 0, 1.0, 0.0) + mantissas / 8
     positive = fractions * 2.0 ** (np.maximum(exponents, 1) - 7)

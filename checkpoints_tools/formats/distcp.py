@@ -29,7 +29,6 @@ METADATA_JSON = {
     COMMON_OBJECT: _BACKEND,
 }
 """Content of ``metadata.json``, the format's backends, by the common state's location."""
-_MOST_OBJECT_BYTES = 1 << 26
 _LONGEST_KEY = 1000
 _LONGEST_JSON = 1 << 16
 _DCP = "torch.distributed.checkpoint.metadata."
@@ -84,16 +83,17 @@ def read_metadata(folder: Path) -> Metadata:
     metadata = load_pickle(data, str(path))
     if not isinstance(metadata, PickledObject) or metadata.class_name != _DCP + "Metadata":
         raise CheckpointError(f"{path} describes no checkpoint of torch.distributed")
-    entries, storage = metadata.field("state_dict_metadata"), metadata.field("storage_data")
-    if not isinstance(entries, dict) or not isinstance(storage, dict):
-        raise CheckpointError(f"{path}: its tables are damaged")
-    ranges = _Ranges(folder, path, storage)
+    try:
+        return _read_tables(metadata, _Ranges(folder, path, metadata.field("storage_data")))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: its tables are damaged ({error})") from None
+
+
+def _read_tables(metadata: PickledObject, ranges: _Ranges) -> Metadata:
     tensors, objects = {}, {}
-    for key, entry in entries.items():
-        if not isinstance(key, str) or not key.isprintable() or len(key) > _LONGEST_KEY:
-            raise CheckpointError(f"{path}: a key is damaged")
-        if not isinstance(entry, PickledObject):
-            raise CheckpointError(f"{path}: key {key} is damaged")
+    for key, entry in metadata.field("state_dict_metadata").items():
+        if not key.isprintable() or len(key) > _LONGEST_KEY:
+            raise ValueError("a key")
         if entry.class_name == _DCP + "BytesStorageMetadata":
             objects[key] = ranges.find(key, None)
         else:
@@ -136,11 +136,8 @@ def read_common(folder: Path, metadata: Metadata) -> Common:
         if COMMON_OBJECT not in metadata.objects:
             raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
         place, layout = metadata.objects[COMMON_OBJECT], COMMON_OBJECT
-    try:
-        with place.file.open("rb") as stream:
-            state = read_archive(stream, place.file, "the common state", place.start, place.length)
-    except OSError as error:
-        raise CheckpointError(f"{place.file} cannot be read: {error}") from None
+    with place.file.open("rb") as stream:
+        state = read_archive(stream, place.file, "the common state", place.start, place.length)
     if layout == COMMON_OBJECT and isinstance(state, list) and len(state) == 1:
         [state] = state
     if not isinstance(state, dict):
@@ -180,10 +177,6 @@ class ChunkFiles:
 
     def read(self, place: Place) -> bytes:
         """Return the bytes of a small archive without tensors; its classes are on the allow-list."""
-        if place.length > _MOST_OBJECT_BYTES:
-            raise CheckpointError(
-                f"{place.file}: an object of {place.length:,} bytes is too long to carry along"
-            )
         stream = self._stream(place.file)
         read_archive(stream, place.file, "an object", place.start, place.length)
         stream.seek(place.start)
@@ -191,28 +184,23 @@ class ChunkFiles:
 
     def _stream(self, file: Path) -> BinaryIO:
         if file not in self._streams:
-            try:
-                self._streams[file] = self._stack.enter_context(file.open("rb"))
-            except OSError as error:
-                raise CheckpointError(f"{file} cannot be read: {error}") from None
+            self._streams[file] = self._stack.enter_context(file.open("rb"))
         return self._streams[file]
 
 
 class _Ranges:
     """Index of a checkpoint's archives: ``find`` returns the ``Place`` of a key and a chunk's offset."""
 
-    def __init__(self, folder: Path, source: Path, storage: dict[Any, Any]) -> None:
+    def __init__(self, folder: Path, source: Path, storage: Any) -> None:
         self.source = source
         self._folder = folder
         self._sizes: dict[str, int] = {}
         self._of: dict[tuple[str, tuple[int, ...] | None], PickledObject] = {}
         for index, info in storage.items():
-            if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
-                raise CheckpointError(f"{source}: its table of files is damaged")
-            offset = index.field("offset")
-            if not isinstance(index.field("fqn"), str) or not (offset is None or is_shape(offset)):
-                raise CheckpointError(f"{source}: its table of files is damaged")
-            self._of[index.field("fqn"), offset] = info
+            key, offset = index.field("fqn"), index.field("offset")
+            if not isinstance(key, str) or not (offset is None or is_shape(offset)):
+                raise ValueError("a key of the table of files")
+            self._of[key, offset] = info
 
     def find(self, key: str, offsets: tuple[int, ...] | None) -> Place:
         info = self._of.get((key, offsets))
@@ -226,10 +214,6 @@ class _Ranges:
             raise CheckpointError(
                 f"{self.source}: {key} lies in {shown(name)!r}, which is not a file of the checkpoint"
             )
-        if info.field("transform_descriptors"):
-            raise CheckpointError(
-                f"{self.source}: {key} was compressed when it was saved; save it uncompressed"
-            )
         if start + length > self._size(name, key):
             raise CheckpointError(
                 f"{self._folder / name} is truncated: it has {self._size(name, key)} bytes, and {key} should "
@@ -241,33 +225,25 @@ class _Ranges:
         if name not in self._sizes:
             try:
                 self._sizes[name] = file_inside(self._folder, name).stat().st_size
-            except FileNotFoundError:
-                raise CheckpointError(
-                    f"{self._folder / name}, which holds {key}, is missing; {COPY_AGAIN}"
-                ) from None
             except (OSError, ValueError) as error:
                 raise CheckpointError(
-                    f"{self._folder / name}, which holds {key}, cannot be read: {error}"
+                    f"{self._folder / name}, which holds {key}, cannot be read ({error}); {COPY_AGAIN}"
                 ) from None
         return self._sizes[name]
 
 
 def _tensor(key: str, entry: PickledObject, ranges: _Ranges) -> GlobalTensor:
-    shape, records, properties = (entry.field(name) for name in ("size", "chunks", "properties"))
-    values = properties.state if isinstance(properties, PickledObject) else None
-    dtype = values[0] if isinstance(values, tuple) and values else None
-    if not is_shape(shape) or not isinstance(records, list) or not isinstance(dtype, str):
-        raise CheckpointError(f"{ranges.source}: tensor {key} is damaged")
-    chunks = tuple(_chunk(key, shape, record, ranges) for record in records)
+    shape, dtype = entry.field("size"), entry.field("properties").state[0]
+    if not is_shape(shape) or not isinstance(dtype, str):
+        raise ValueError(f"tensor {key}")
+    chunks = tuple(_chunk(key, shape, record, ranges) for record in entry.field("chunks"))
     return GlobalTensor(key, dtype, shape, chunks)
 
 
 def _chunk(key: str, shape: tuple[int, ...], record: Any, ranges: _Ranges) -> TensorChunk:
-    if not isinstance(record, PickledObject):
-        raise CheckpointError(f"{ranges.source}: a chunk of {key} is damaged")
     offsets, sizes = record.field("offsets"), record.field("sizes")
     if not (is_shape(offsets) and is_shape(sizes) and len(offsets) == len(sizes) == len(shape)):
-        raise CheckpointError(f"{ranges.source}: a chunk of {key} is damaged")
+        raise ValueError(f"a chunk of {key}")
     if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)):
         raise CheckpointError(
             f"{ranges.source}: the chunk of {key} at {list(offsets)}, of shape {list(sizes)}, lies outside "

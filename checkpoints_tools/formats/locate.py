@@ -17,7 +17,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -212,10 +211,8 @@ def _tracked(path: Path) -> str:
     tracker = path / TRACKER
     try:
         text = read_file_inside(path, TRACKER, _MOST_TRACKER_BYTES).decode().strip()
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; choose one with --step") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{tracker} cannot be read: {error}; choose one with --step") from None
+    except (CheckpointError, OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{tracker}: {error}; choose one with --step") from None
     if text == "release":
         return text
     if not _is_number(text):
@@ -252,8 +249,7 @@ def _newest_of_run(checkpoints: Path, number: int | None) -> Location:
             problems.append(str(error))
             continue
         for problem in problems:  # never silently: users expect the newest to be the run's end
-            with suppress(OSError):
-                print(f"passing over a newer checkpoint: {problem}", file=sys.stderr, flush=True)
+            print(f"passing over a newer checkpoint: {problem}", file=sys.stderr, flush=True)
         return location
     raise CheckpointError(f"no checkpoint in {checkpoints} is whole:\n" + "\n".join(problems))
 
@@ -290,22 +286,13 @@ def _model_of_run(path: Path) -> Path | None:
     if not isinstance(name, str):
         return None
     if not (Path(name) / _CONFIG).is_file():
-        where = (
-            "" if Path(name).is_absolute() else f" as seen from {Path.cwd()}: go to where the run began, or"
-        )
-        raise CheckpointError(
-            f"{path} names the model {name}, which is not there{where}; give --hf-reference"
-        )
+        raise CheckpointError(f"{path} names the model {name}, which is not there; give --hf-reference")
     return Path(name)
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(read_file_inside(path.parent, path.name))
-    except CheckpointError:
-        raise
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is not whole") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!s:.200}") from None
     if not isinstance(value, dict):

@@ -23,7 +23,7 @@ from bapo_megatron.hf.blocks import ITEM_BYTES, WEIGHT_TYPES, Block, BlockTensor
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import canonical_name, mapping_table
 from bapo_megatron.layers import Mapping
-from bapo_megatron.runtime.files import COPY_AGAIN, file_inside
+from bapo_megatron.runtime.files import file_inside
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive
 from checkpoints_tools.core.blocks import check_cover, cut_into_sources
 from checkpoints_tools.formats.torch_dist import VOCABULARY
@@ -203,12 +203,7 @@ def _rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
             raise CheckpointError(
                 f"{path}: expected mp_rank_TP or mp_rank_TP_PPP; models with experts are not supported"
             )
-        rank = int(match[1]), int(match[2] or 0)
-        if rank in folders:
-            raise CheckpointError(f"{folders[rank]} and {path} are both of rank {rank}")
-        folders[rank] = path
-    if not folders:
-        raise CheckpointError(f"{folder} has no mp_rank folder")
+        folders[int(match[1]), int(match[2] or 0)] = path
     for tensor in range(1 + max(tp for tp, _ in folders)):
         for pipeline in range(1 + max(pp for _, pp in folders)):
             if (tensor, pipeline) not in folders:
@@ -220,11 +215,8 @@ def _rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
 
 def _read_state(folder: Path) -> dict[str, Any]:
     path = file_inside(folder, STATE_FILE)
-    try:
-        with path.open("rb") as stream:
-            state = read_archive(stream, path, "the rank's state")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete; {COPY_AGAIN}") from None
+    with path.open("rb") as stream:
+        state = read_archive(stream, path, "the rank's state")
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise CheckpointError(f"{path} holds no dictionary of states")
     return state

@@ -155,7 +155,6 @@ def _dealt(tensors: Planned, most_bytes: int) -> Mapping[str, str]:
 
 
 def _file(tensors: Planned, path: Path) -> tuple[bytes, Sequence[BlockTensor]]:
-    """Return a file's header, and its tensors in their places."""
     order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name][0]], name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins = []

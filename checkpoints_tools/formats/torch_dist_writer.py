@@ -206,7 +206,6 @@ class _TorchDistPlanner:
     def _append(
         self, key: str, offset: tuple[int, ...] | None, size: tuple[int, ...], file: int, nbytes: int
     ) -> int:
-        """Append a piece's archive to a file; return its position."""
         position = self.ends[file]
         self.ends[file] += nbytes
         piece = _Piece(offset, size, f"__0_{file}.distcp", position, nbytes)
@@ -239,7 +238,6 @@ def _cuts(length: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _metadata(stored: Mapping[str, _StoredKey]) -> bytes:
-    """Return the bytes of ``.metadata``, for torch 2.6 and newer."""
     places = {}
     for key, entry in stored.items():
         for piece in entry.pieces:

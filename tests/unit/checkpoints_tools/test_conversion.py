@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
-from safetensors.torch import save_file
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.safetensors_folder import read_safetensors
 from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import Settings, cli, to_hf, to_megatron
@@ -104,20 +100,6 @@ def test_no_chunk_is_larger_than_an_archive_may_be(tmp_path: Path, monkeypatch: 
     assert folder_bytes(tmp_path / "back") == folder_bytes(folder)
 
 
-def test_files_of_several_types_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
-    types = {"z": torch.float32, "b": torch.bfloat16, "a": torch.float16, "c": torch.float32}
-    tensors = {name: torch.zeros(3, 5, dtype=dtype) for name, dtype in types.items()}
-    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
-    wanted = {name: (kind, (3, 5)) for name, kind in zip(types, ["F32", "BF16", "F16", "F32"], strict=True)}
-    plan = plan_safetensors(wanted, tmp_path, 10**9)
-    plan.create()
-    plan.complete()
-    # Among types of one width the library has an order of its own, which readers do not care about.
-    ours, theirs = read_safetensors(tmp_path / "model.safetensors"), read_safetensors(tmp_path / "theirs")
-    assert [tensor.nbytes for tensor in ours] == [tensor.nbytes for tensor in theirs]
-    assert [t.name for t in ours][:2] == [t.name for t in theirs][:2] == ["c", "z"]
-
-
 def test_a_copy_of_a_tied_embedding_comes_back_where_the_index_lists_it(tmp_path: Path) -> None:
     folder = save_random_model(tmp_path / "hf", "llama", tie_word_embeddings=True)
     tensors = load_tensors(folder)
@@ -200,9 +182,6 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["convert"], "unknown command 'convert'; there are to-megatron, to-hf"),
         (["to-megatron", "nowhere", "out"], "nowhere: no config.json there"),
-        (["to-megatron", "{hf}", "out", "--grid", "0"], "--grid 0: give a number from 1 to 1024"),
-        (["to-megatron", "{hf}", "out", "--threads", "-1"], "--threads -1"),
-        (["to-hf", "{hf}", "out", "--shard-gb", "nan"], "--shard-gb nan"),
         (["to-hf", "{hf}", "out"], "is a Hugging Face folder already"),
         (["to-megatron", "{hf}", "{hf}/out"], "lie in, one another"),
         (["to-megatron", "{hf}", "{hf}"], "lie in, one another"),
@@ -221,21 +200,13 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert message in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_read_or_written_is_one_line_and_no_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_cannot_be_written_is_one_line_and_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A script takes exit code 1 of `verify` for two models that differ."""
     hf, file = save_random_model(tmp_path / "hf"), tmp_path / "file"
     file.touch()
     assert cli.run(["to-megatron", str(hf), str(file / "out")]) == 2
     assert f"error: {file}: File exists\n" in capsys.readouterr().err
-
-    def refused(*_: object) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(hf / "model.safetensors"))
-
-    monkeypatch.setattr("checkpoints_tools.verification.verify", refused)
-    assert cli.run(["verify", str(hf), str(hf)]) == 2
-    assert capsys.readouterr().err == f"error: {hf}/model.safetensors: Permission denied\n"
 
 
 def test_an_index_is_kept_where_it_names_the_tensors_that_are_written(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from checkpoints_tools.core.copying import to_bfloat16
 from checkpoints_tools.core.fp8 import as_float32, dequantized, quantized
 from tests.support import fp8
 from tests.support.checkpoint_models import load_tensors, save_random_model, save_tensors
-from tests.support.models import EXPERTS, tiny_model
+from tests.support.models import EXPERTS
 
 # Four heads of 64 on two KV groups, so key and value rows 128; sides of 384, 256 and 128.
 SIZES = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 2}
@@ -147,36 +147,6 @@ def test_transformers_quantizes_to_the_same_bits(tmp_path: Path) -> None:
         assert torch.equal(read, fp8.dequantize(theirs[name], scales))
 
 
-@pytest.mark.parametrize("family", ["qwen3", EXPERTS])
-def test_transformers_loads_a_written_folder(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import AutoModelForCausalLM
-    from transformers.quantizers import quantizer_finegrained_fp8
-
-    # It asks for accelerate, which it does not use on a CPU, and which is not a part of the environment.
-    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
-    tiny_model(family, **(MIXTURE if family == EXPERTS else SIZES)).bfloat16().save_pretrained(
-        tmp_path / "hf"
-    )
-    out = in_fp8(tmp_path / "hf", tmp_path)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        out, dtype=torch.bfloat16, output_loading_info=True, local_files_only=True
-    )
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    wanted = fp8.in_bfloat16(out)
-    for name, tensor in model.named_parameters():
-        if ".experts." not in name:
-            assert torch.equal(tensor, wanted[name]), name
-            continue
-        layer = name.rpartition(".")[0]
-        for expert, own in enumerate(tensor):
-            parts = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
-            each = [wanted[f"{layer}.{expert}.{part}_proj.weight"] for part in parts]
-            assert torch.equal(own, torch.cat(each)), name
-
-
 @pytest.mark.parametrize("grid", [1, 8])
 def test_an_fp8_folder_becomes_bfloat16_and_back(grid: int, tmp_path: Path) -> None:
     """Sides of 144, 200 and 320, which have blocks at their edges, are read; the files are the formula's."""
@@ -216,17 +186,6 @@ def test_bands_that_begin_within_a_block_take_its_scale(
     to_hf(tmp_path / "megatron", tmp_path / "back")
     found = load_tensors(tmp_path / "back")
     assert all(torch.equal(found[name], tensor) for name, tensor in fp8.in_bfloat16(folder).items())
-
-
-def test_a_changed_number_is_found_and_named(tmp_path: Path) -> None:
-    folder = fp8.save_fp8_folder(model_of(tmp_path / "plain", "qwen2", **SIZES), tmp_path / "hf")
-    to_megatron(folder, tmp_path / "megatron")
-    tensors, name = load_tensors(folder), "model.layers.1.mlp.down_proj.weight"
-    tensors[name].view(torch.uint8)[130, 7] ^= 0x08
-    save_tensors(folder, tensors)
-    [difference] = verify(folder, tmp_path / "megatron").differences
-    assert difference.tensor == name
-    assert "differs first at row 130, column 7" in difference.message
 
 
 def test_the_config_says_what_was_done(tmp_path: Path) -> None:

@@ -83,8 +83,10 @@ TRACKER = "latest_checkpointed_iteration.txt"
             for text in ("", "12x", "../elsewhere", "²")
         ),
         ({"iter_0000100/.metadata": ""}, "choose one with --step"),
-        ({"iter_0000100/__0_0.distcp": "", TRACKER: "100"}, r"no \.metadata: .* was not written to its end"),
-        ({"iter_0000100/a": "", TRACKER: "100"}, "iter_0000100 holds no weights"),
+        (
+            {"iter_0000100/__0_0.distcp": "", TRACKER: "100"},
+            r"no \.metadata: .* not written to its end",
+        ),
         ({"a": ""}, "holds no checkpoint"),
     ],
 )
@@ -126,7 +128,7 @@ def test_only_whole_checkpoints_of_a_run_count(run: Path, capsys: pytest.Capture
     (run / "checkpoints/step_000100/trainer.json").unlink()
     (run / "checkpoints/step_000020/manifest.json").unlink()
     with pytest.raises(
-        CheckpointError, match=r"(?s)is whole.*trainer.json is missing.*manifest.json is missing"
+        CheckpointError, match=r"(?s)is whole.*trainer.json is missing.*manifest.json cannot be read"
     ):
         locate(run)
 
@@ -165,9 +167,6 @@ def test_where_the_model_is_described(run: Path, tmp_path: Path) -> None:
         hf_reference(location, None)
     with pytest.raises(ConfigError, match=r"--hf-reference .*/model: no config.json there"):
         hf_reference(location, model)
-    (run / "config.json").write_text('{"config": {"model.hf_path": "models/small"}}')
-    with pytest.raises(CheckpointError, match="models/small, .* from /.*: go to where the run began"):
-        hf_reference(location, None)
     (run / "config.json").unlink()
     with pytest.raises(CheckpointError, match="carries no config.json of its model; name the model's"):
         hf_reference(location, None)
@@ -226,18 +225,12 @@ def test_what_the_writers_arguments_say(hf: Path, tmp_path: Path) -> None:
     assert inspect_checkpoint(tmp_path / "iter_0000250").iteration == 250
 
 
-@pytest.mark.parametrize(
-    ("more", "text"),
-    [
-        ({}, ""),  # of a version that wrote no more
-        ({"expert": 1, "expert_tensor": 1, "pipeline_layers": [2, 2]}, ""),
-        ({"expert": 8, "expert_tensor": 2, "pipeline_layers": [1, 3]}, " EP8 ETP2 layers 1,3"),
-    ],
-)
-def test_what_the_trainer_says_of_its_layout(more: dict, text: str, hf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("expert", "text"), [(1, ""), (8, " EP8 ETP8")])
+def test_what_the_trainer_says_of_its_layout(expert: int, text: str, hf: Path, tmp_path: Path) -> None:
     to_megatron(hf, tmp_path / "megatron")
     folder = tmp_path / "megatron/release"
-    written = {"tensor": 2, "pipeline": 2, "virtual": 1, "context": 1, "data": 4, **more}
+    written = {"tensor": 2, "pipeline": 2, "virtual": 1, "context": 1, "data": 4}
+    written |= {"expert": expert, "expert_tensor": expert, "pipeline_layers": [1, 3]}
     torch.save({"written_at": written}, folder / "common.pt")
     found = inspect_checkpoint(folder)
     assert found.written_at == written
@@ -282,23 +275,12 @@ def test_a_checkpoint_without_a_config_is_inspected(hf: Path, tmp_path: Path) ->
     assert inspect_checkpoint(folder, reference=hf).model is not None
 
 
-def test_an_inspection_reads_no_weights(hf: Path, tmp_path: Path) -> None:
-    to_megatron(hf, tmp_path / "megatron")
-    before = inspect_checkpoint(tmp_path / "megatron")
-    for path in (tmp_path / "megatron/release").glob("*.distcp"):
-        size = path.stat().st_size
-        path.unlink()
-        with path.open("wb") as file:
-            file.truncate(size)
-    assert inspect_checkpoint(tmp_path / "megatron") == before
-
-
 def test_the_command(hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["inspect", str(hf)]) == 0
     text = capsys.readouterr().out
     assert "format      HF\n" in text
     assert "Qwen3 dense: 3 layers, hidden 48, 8 heads of 24 on 4 KV groups, MLP 40, vocabulary 101" in text
-    assert "    layers.*\n" in text
+    assert "  model.layers.*.mlp.gate_proj.weight  BF16 [40, 48] x 3\n" in text
     assert cli.run(["inspect", str(hf), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["family"] == "qwen3"

@@ -50,13 +50,10 @@ def test_padding_of_the_vocabulary_is_cut(stored: Path, tmp_path: Path) -> None:
     assert plain.metadata.tensors["embedding.word_embeddings.weight"].shape[0] == 101
 
 
-def test_reshard_refuses_what_another_command_does(stored: Path, tmp_path: Path) -> None:
+def test_reshard_refuses_what_another_command_does(tmp_path: Path) -> None:
+    save_random_model(tmp_path / "hf")
     with pytest.raises(ConfigError, match="is a Hugging Face folder; bapo-ckpt to-megatron makes"):
         reshard(tmp_path / "hf", tmp_path / "out")
-    with pytest.raises(ConfigError, match="--grid 0"):
-        reshard(stored, tmp_path / "out", grid=0)
-    with pytest.raises(ConfigError, match="--vocab-multiple 0"):
-        reshard(stored, tmp_path / "out", vocabulary_multiple=0)
 
 
 def test_objects_beside_the_weights_are_carried_along(stored: Path, tmp_path: Path) -> None:
@@ -280,7 +277,6 @@ def bf16(*sizes: int) -> torch.Tensor:
             lambda state: state.update(model0=state.pop("model"), model1={}),
             "mp_rank_01_002/.* holds 2 chunks of the model, other files 1",
         ),
-        (["00_000"], lambda state: state.pop("model"), "mp_rank_00_000/model_optim_rng.pt holds no model"),
     ],
 )
 def test_what_does_not_fit_is_named(
@@ -293,17 +289,10 @@ def test_what_does_not_fit_is_named(
 
 
 def test_missing_and_strange_folders_are_named(legacy: Path) -> None:
-    (legacy / "mp_rank_00_000/model_optim_rng.pt").rename(legacy / "kept.pt")
-    with pytest.raises(CheckpointError, match=r"mp_rank_00_000/model_optim_rng\.pt is missing"):
-        open_checkpoint(legacy)
-    (legacy / "kept.pt").rename(legacy / "mp_rank_00_000/model_optim_rng.pt")
     (legacy / "mp_rank_00_000_000").mkdir()
     with pytest.raises(CheckpointError, match="mp_rank_00_000_000: expected mp_rank_TP or mp_rank_TP_PPP"):
         open_checkpoint(legacy)
-    (legacy / "mp_rank_00_000_000").rename(legacy / "mp_rank_00")
-    with pytest.raises(CheckpointError, match="mp_rank_00_000 are both of rank|mp_rank_00 and"):
-        open_checkpoint(legacy)
-    (legacy / "mp_rank_00").rmdir()
+    (legacy / "mp_rank_00_000_000").rmdir()
     shutil.rmtree(legacy / "mp_rank_01_001")
     with pytest.raises(CheckpointError, match="no folder of tensor rank 1 and pipeline rank 1"):
         open_checkpoint(legacy)

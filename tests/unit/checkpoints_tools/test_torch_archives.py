@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -85,15 +84,6 @@ def test_an_archive_in_the_middle_of_a_file(tmp_path: Path) -> None:
         assert content(stored) == tensor.numpy().tobytes()
     with path.open("rb") as stream, pytest.raises(CheckpointError, match="key is not an archive of torch"):
         read_tensor(stream, path, "key", 10, len(first))
-    with path.open("rb") as stream, pytest.raises(CheckpointError, match="it is truncated"):
-        read_tensor(stream, path, "key", 11 + len(first), len(second) + 5)
-
-
-def test_a_non_tensor_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    path.write_bytes(save([None]))
-    with path.open("rb") as stream, pytest.raises(CheckpointError, match=r"a\.pt: key should be a tensor"):
-        read_tensor(stream, path, "key", 0, path.stat().st_size)
 
 
 Change = Callable[[str, bytes], tuple[str, bytes] | None]
@@ -188,15 +178,6 @@ def test_a_self_containing_object_is_damage(tmp_path: Path) -> None:
         read(tmp_path, save(value))
 
 
-def test_reading_leaves_the_files_position_alone(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    path.write_bytes(WHOLE)
-    with path.open("rb", buffering=0) as stream:
-        os.lseek(stream.fileno(), 5, os.SEEK_SET)
-        read_archive(stream, path, "state")
-        assert stream.tell() == 5
-
-
 @pytest.mark.parametrize("position", [0, 1, 63, 64, 1000])
 @pytest.mark.parametrize(("dtype", "shape"), [("BF16", (3, 5)), ("F16", (7,)), ("F32", (1, 2, 3))])
 def test_torch_loads_an_archive(dtype: str, shape: tuple[int, ...], position: int) -> None:
@@ -212,30 +193,15 @@ def test_torch_loads_an_archive(dtype: str, shape: tuple[int, ...], position: in
     assert torch.equal(loaded, expected)
 
 
-def test_archives_are_zip_files() -> None:
-    """Of which other programs check the checksums, but for that of a tensor's bytes."""
-    archive = tensor_archive("F32", (2,), 0)
-    whole = zipfile.ZipFile(io.BytesIO(archive.before + bytes(8) + archive.after))
-    names = ["archive/data.pkl", "archive/byteorder", "archive/data/0", "archive/version"]
-    assert whole.namelist() == names
-    assert [whole.read(name) for name in (names[1], names[3])] == [b"little", b"3\n"]
-    assert whole.read(names[0]).startswith(b"\x80\x02")
-    assert zipfile.ZipFile(io.BytesIO(object_archive([None]))).testzip() is None
-
-
-def test_an_entry_of_more_than_four_gigabytes_is_refused() -> None:
-    assert tensor_archive("BF16", (2**31 - 2**15,), 0).payload == 2**32 - 2**16
-    with pytest.raises(ValueError, match="4294967296 bytes are too many"):
-        tensor_archive("BF16", (2**31,), 0)
-
-
 VALUES = [None, True, False, 0, 255, 256, -1, 2**31 - 1, 2**31, -(2**31), 2**62, -(2**62), 1e-6, "", "\u00e9"]
 
 
 def test_values_are_those_that_pickle_reads() -> None:
     value = {"list": VALUES, "tuple": tuple(VALUES), "empty": ({}, [], ()), 5: {"deep": [[1]]}}
     assert pickle.loads(dumps(value)) == value
-    assert torch.load(io.BytesIO(object_archive(value)), weights_only=True) == value
+    archive = io.BytesIO(object_archive(value))
+    assert torch.load(archive, weights_only=True) == value
+    assert zipfile.ZipFile(archive).testzip() is None
 
 
 def test_what_cannot_be_written_is_refused() -> None:

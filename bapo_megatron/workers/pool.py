@@ -36,7 +36,7 @@ Failure = Literal["raised", "time", "died"]
 TRIES = 2
 """Bad runs after which a repeatable call fails: a timeout, or alone in a worker that ended."""
 START_TRIES = 2
-"""Consecutive worker starts; if all fail, the slot waits for ``RESTART_PAUSE_S`` or until it is needed."""
+"""Consecutive worker starts; if all fail, the slot waits for ``RESTART_PAUSE_S``."""
 RESTART_PAUSE_S = 10.0
 LOTS = 8
 """Divisor of lot sizes for suspects: of 1,000 suspects at most 125 run at a time, then 15, then 1."""
@@ -147,10 +147,8 @@ class WorkerPool:
         return processes[0].notes if processes else []
 
     async def call(self, kind: CallKind, question: Any, holder: Hashable | None = None) -> Any:
-        """Return the function's answer to ``question`` (JSON values). Raises CallFailed without an answer,
-        RuntimeError if the pool is not running. Cancellation reaches async workers; plain ones finish."""
-        if not self._tasks:
-            raise RuntimeError("the worker pool is not running: start() it before call(), not after close()")
+        """Return the function's answer to ``question`` (JSON values). Raises CallFailed without an answer.
+        Cancellation reaches async workers; plain ones finish."""
         number = next(self._numbers)
         future = asyncio.get_running_loop().create_future()
         call = _Call(number, kind, question, holder, future)
@@ -192,9 +190,6 @@ class WorkerPool:
             # By objects too: otherwise short calls of many holders would all go to the first slot.
             best = min(free, key=lambda worker: (len(worker.in_flight), len(worker.held)))
             best.take(self.waiting.popleft())
-        if self.waiting and all(worker.start_error for worker in self._workers):
-            for worker in self._workers:
-                worker.is_wanted.set()
 
     def note_holder(self, call: _Call, worker: _WorkerSlot) -> None:
         if call.holder is not None:
@@ -254,7 +249,6 @@ class _WorkerSlot:
         self.own: deque[_Call] = deque()
         """Suspects, then calls whose object is here; they go to no other worker and take priority."""
         self.start_error = ""  # why the last starts failed, otherwise empty
-        self.is_wanted = asyncio.Event()  # no other worker can take a call: retry the start immediately
 
     async def start_process(self) -> WorkerProcess:
         return await WorkerProcess.start(self._pool.program, self._answered)
@@ -288,12 +282,8 @@ class _WorkerSlot:
                 except (OSError, ChildError, ConfigError) as error:
                     reason = str(error) or type(error).__name__
             self.start_error = reason
-            self.is_wanted.clear()
             self._pool.cannot_start(self)
-            try:
-                await asyncio.wait_for(self.is_wanted.wait(), RESTART_PAUSE_S)
-            except TimeoutError:
-                continue
+            await asyncio.sleep(RESTART_PAUSE_S)
 
     # --- calls -----------------------------------------------------------------------------------
 

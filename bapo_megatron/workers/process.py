@@ -221,7 +221,6 @@ def _message(line: bytes) -> dict[str, Any] | None:
 
 
 def _make(program: WorkerProgram) -> tuple[ChildProcess, Scratch]:
-    """Start the process with its temporary directory; return both. Raises OSError."""
     scratch = Scratch()
     environment = with_import_path(os.environ) if program.environment is None else program.environment
     try:

@@ -17,10 +17,13 @@ from pathlib import Path
 
 _PREFIX = f"bapo_worker_{Path('/proc/sys/kernel/random/boot_id').read_text()[:13]}_"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_DEPTH = 100  # maximum nested directories that are open together; deeper ones are moved up
 
 SWEEP_S = 20.0
 """Seconds that a start may spend on abandoned directories; the next start removes the rest."""
+
+
+FRESH_S = 60.0
+"""Age in seconds below which a directory may be one that its owner has not locked yet."""
 
 
 class Scratch:
@@ -28,14 +31,9 @@ class Scratch:
     ``remove`` deletes it; after a kill of the owner, the next start does."""
 
     def __init__(self) -> None:
-        while True:
-            self.path = tempfile.mkdtemp(prefix=_PREFIX)
-            with suppress(FileNotFoundError):  # another process just removed it as abandoned
-                self._lock = os.open(self.path, os.O_RDONLY)
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
-                if os.path.exists(self.path):
-                    break
-                os.close(self._lock)
+        self.path = tempfile.mkdtemp(prefix=_PREFIX)
+        self._lock = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         if os.geteuid() == 0:  # tested programs run as another user and traverse it
             os.chmod(self.path, 0o711)
 
@@ -46,14 +44,16 @@ class Scratch:
 
 
 def remove_abandoned() -> None:
-    """Delete this user's directories whose owner was killed. Never raises; stops after SWEEP_S."""
+    """Delete this user's directories whose owner was killed, unless fresh. Never raises; stops after
+    SWEEP_S."""
     deadline = time.monotonic() + SWEEP_S
     with suppress(OSError):
         for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
             with suppress(OSError):  # another user's, in use or already gone
                 lock = os.open(path, _FOLDER)
                 try:
-                    if os.fstat(lock).st_uid == os.geteuid():
+                    found = os.fstat(lock)
+                    if found.st_uid == os.geteuid() and found.st_mtime < time.time() - FRESH_S:
                         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         remove_tree(str(path), deadline - time.monotonic())
                 finally:
@@ -62,7 +62,7 @@ def remove_abandoned() -> None:
 
 def remove_tree(path: str, limit_s: float = SWEEP_S) -> bool:
     """Delete a directory with its content; return whether it is gone. Never raises, follows no links.
-    Untrusted programs wrote the content, so its depth may exceed path, recursion and open-file limits: deep
+    Untrusted programs wrote the content, so its depth may exceed path, recursion and open-file limits: inner
     directories are moved to the top and deleted there. After ``limit_s`` seconds the rest remains."""
     deadline = time.monotonic() + limit_s
     with suppress(OSError):
@@ -76,62 +76,41 @@ def remove_tree(path: str, limit_s: float = SWEEP_S) -> bool:
 
 
 def _empty(top: int, deadline: float) -> None:
-    """Delete the content of directory descriptor ``top`` until nothing more can be deleted."""
-    progress = True
-    while progress and time.monotonic() < deadline:
-        progress = False
-        for name in _unlink_files(top, deadline):
-            progress |= _remove_folder(name, top, deadline)
-
-
-def _remove_folder(name: str, top: int, deadline: float) -> bool:
-    """Delete a directory in ``top``, moving content deeper than _DEPTH up; return whether it changed."""
-    changed = False
-    folders, names, left = [top], [""], [[name]]
-    while left:
-        if left[-1]:
-            inner = left[-1].pop()
-            with suppress(OSError):
-                folder = _opened(inner, folders[-1])
-                if len(folders) < _DEPTH:
-                    left.append(_unlink_files(folder, deadline))
-                    folders.append(folder)
-                    names.append(inner)
-                else:
-                    os.close(folder)
-                    os.rename(inner, os.urandom(8).hex(), src_dir_fd=folders[-1], dst_dir_fd=top)
-                    changed = True
-            continue
-        left.pop()
-        if left:
-            os.close(folders.pop())
-            with suppress(OSError):
-                os.rmdir(names.pop(), dir_fd=folders[-1])
-                changed = True
-    return changed
+    """Delete the content of directory descriptor ``top``; what a folder in it holds is moved up first."""
+    names = _unlink_files(top, deadline)
+    while names and time.monotonic() < deadline:
+        name = names.pop()
+        with suppress(OSError):
+            folder = os.open(name, _FOLDER, dir_fd=top)
+            try:
+                for inner in _unlink_files(folder, deadline):
+                    names.append(os.urandom(8).hex())
+                    os.rename(inner, names[-1], src_dir_fd=folder, dst_dir_fd=top)
+            finally:
+                os.close(folder)
+            os.rmdir(name, dir_fd=top)
 
 
 def _unlink_files(folder: int, deadline: float) -> list[str]:
-    """Delete everything except directories, whose names it returns."""
+    """Delete everything except directories, which become accessible to their owner; return their names."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if time.monotonic() > deadline:
                 break
-            if entry.is_dir(follow_symlinks=False):
-                folders.append(entry.name)
-                continue
             with suppress(OSError):
-                os.unlink(entry.name, dir_fd=folder)
+                if entry.is_dir(follow_symlinks=False):
+                    _make_accessible(entry.name, folder)
+                    folders.append(entry.name)
+                else:
+                    os.unlink(entry.name, dir_fd=folder)
     return folders
 
 
-def _opened(name: str, folder: int) -> int:
-    """Make a directory in ``folder`` accessible to its owner and return its descriptor."""
+def _make_accessible(name: str, folder: int) -> None:
     place = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         with suppress(OSError):
             os.chmod(f"/proc/self/fd/{place}", stat.S_IRWXU)
     finally:
         os.close(place)
-    return os.open(name, _FOLDER, dir_fd=folder)

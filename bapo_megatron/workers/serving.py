@@ -52,11 +52,7 @@ class Prepared:
     """Program files whose frames are omitted from tracebacks."""
 
     def is_async(self) -> bool:
-        """Return whether all functions are async. Raises TypeError if only some are."""
-        kinds = {inspect.iscoroutinefunction(function) for function in self.functions.values()}
-        if len(kinds) != 1:
-            raise TypeError(f"the functions of a worker are all async, or none: {sorted(self.functions)}")
-        return kinds.pop()
+        return all(map(inspect.iscoroutinefunction, self.functions.values()))
 
 
 def serve(prepare: Callable[[Any], Prepared]) -> None:

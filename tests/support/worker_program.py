@@ -1,7 +1,6 @@
 """A worker program whose calls do what their question says: faults for the tests of the worker pool.
 
-``python -m tests.support.worker_program LIFELINE``; settings: `kind` (async, plain or both), and those that
-`prepare` reads.
+``python -m tests.support.worker_program LIFELINE``; settings: those that `prepare` reads.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from bapo_megatron.workers.serving import Prepared, serve
 RUNNING: list[str] = []
 """Names of the calls that this process has at the moment."""
 OBJECTS: Counter[str] = Counter()
-KEPT: list[bytearray] = []
 
 
 def prepare(settings: dict[str, Any]) -> Prepared:
@@ -34,18 +32,7 @@ def prepare(settings: dict[str, Any]) -> Prepared:
                 os._exit(9)
     if settings.get("problem"):
         raise ConfigError(settings["problem"])
-    functions = {"async": ASYNC, "plain": PLAIN, "both": {**ASYNC, **PLAIN}}[settings["kind"]]
-    return Prepared(functions, settings.get("memory_mb", 4096), ["a note"])
-
-
-def plain(question: dict[str, Any]) -> Any:
-    """Note when it begins and ends; in between it does what it was told."""
-    _note(question, "begins")
-    time.sleep(question.get("wait_s", 0))
-    if question.get("eats"):
-        bytearray(question["eats"])
-    _note(question, "ends")
-    return os.getpid()
+    return Prepared(FUNCTIONS, settings.get("memory_mb", 4096), ["a note"])
 
 
 async def meet(count: int) -> int:
@@ -117,26 +104,14 @@ async def fail(how: str) -> Any:
     return object()
 
 
-async def keep(size: int) -> None:
-    """Take memory for good."""
-    KEPT.append(bytearray(size))
-
-
 async def answer_and_die(answer: str) -> str:
     """End the process right after the answer."""
     asyncio.get_running_loop().call_later(0.02, os._exit, 0)
     return answer
 
 
-def _note(question: dict[str, Any], what: str) -> None:
-    with open(question["file"], "a") as file:
-        file.write(f"{question['name']} {what}\n")
-
-
-PLAIN = {"plain": plain}
-ASYNC = {
-    function.__name__: function
-    for function in (meet, act, count, wait, heed_no_cancel, fail, keep, answer_and_die)
+FUNCTIONS = {
+    function.__name__: function for function in (meet, act, count, wait, heed_no_cancel, fail, answer_and_die)
 }
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
 
-from bapo_megatron.workers import process
+from bapo_megatron.workers import process, scratch
 from bapo_megatron.workers.scratch import Scratch, remove_abandoned, remove_tree
 
 OWNER = """
@@ -29,15 +28,16 @@ sys.stdin.read()
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(scratch, "FRESH_S", 0.0)
     return tmp_path
 
 
 def test_a_scratch_directory_is_removed_with_its_owner(place: Path) -> None:
-    scratch = Scratch()
-    (Path(scratch.path) / "file").touch()
+    made = Scratch()
+    (Path(made.path) / "file").touch()
     remove_abandoned()
-    assert (Path(scratch.path) / "file").exists()
-    scratch.remove()
+    assert (Path(made.path) / "file").exists()
+    made.remove()
     assert list(place.iterdir()) == []
 
 
@@ -58,9 +58,9 @@ def test_a_killed_owners_scratch_directory_is_removed_at_the_next_start(place: P
 
 def test_nothing_else_is_touched(place: Path) -> None:
     """Nor what another machine has in a place that they share."""
-    scratch = Scratch()
-    prefix = scratch.path[:-8]  # mkdtemp adds eight characters
-    scratch.remove()
+    made = Scratch()
+    prefix = made.path[:-8]  # mkdtemp adds eight characters
+    made.remove()
     Path(f"{prefix}12345678").touch()
     (place / "another").mkdir()
     Path(f"{prefix}87654321").symlink_to(place / "another")
@@ -75,21 +75,21 @@ def test_nothing_else_is_touched(place: Path) -> None:
 
 @pytest.mark.parametrize("owner_was", ["killed", "alive"])
 def test_what_programs_leave_is_deleted(place: Path, owner_was: str) -> None:
-    """3,000 directories in each other (no path reaches the last), none that may be read, links, a FIFO."""
+    """1,100 directories in each other (no path reaches the last), none that may be read, links, a FIFO."""
     kept = place / "kept"
     (kept / "folder").mkdir(parents=True)
     (kept / "folder/file").write_text("kept")
-    scratch = Scratch()
-    here = os.open(scratch.path, os.O_RDONLY)
-    for _ in range(3000):
-        os.mkdir("d", dir_fd=here)
-        deeper = os.open("d", os.O_RDONLY, dir_fd=here)
+    made = Scratch()
+    here = os.open(made.path, os.O_RDONLY)
+    for _ in range(1100):
+        os.mkdir("deep", dir_fd=here)
+        deeper = os.open("deep", os.O_RDONLY, dir_fd=here)
         os.close(here)
         here = deeper
     os.close(os.open("file", os.O_CREAT, dir_fd=here))
     os.symlink(kept / "folder", "link", dir_fd=here)
     os.close(here)
-    path = Path(scratch.path)
+    path = Path(made.path)
     (path / "link").symlink_to(kept / "folder")
     os.link(kept / "folder/file", path / "hard")
     os.mkfifo(path / "fifo")
@@ -97,9 +97,9 @@ def test_what_programs_leave_is_deleted(place: Path, owner_was: str) -> None:
     (path / "closed/inner").chmod(0)
     (path / "closed").chmod(0)
     if owner_was == "alive":
-        scratch.remove()
+        made.remove()
     else:
-        os.close(scratch._lock)
+        os.close(made._lock)
         remove_abandoned()
     assert [entry.name for entry in place.iterdir()] == ["kept"]
     assert (kept / "folder/file").read_text() == "kept"
@@ -116,15 +116,19 @@ def test_removing_has_a_limit_and_never_raises(place: Path) -> None:
     assert remove_tree(str(place / "tree"))  # it is gone
 
 
-def test_leftovers_of_other_users_are_theirs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scratch = Scratch()
-    os.close(scratch._lock)
+@pytest.mark.parametrize("whose", ["another user's", "just made"])
+def test_leftovers_of_others_are_theirs(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Scratch()
+    os.close(made._lock)  # as before its owner locks it
     with monkeypatch.context() as patch:
-        patch.setattr(os, "geteuid", lambda: 12345)
+        if whose == "just made":
+            patch.setattr(scratch, "FRESH_S", 60.0)
+        else:
+            patch.setattr(os, "geteuid", lambda: 12345)
         remove_abandoned()
-    assert os.path.isdir(scratch.path)
+    assert os.path.isdir(made.path)
     remove_abandoned()
-    assert not os.path.isdir(scratch.path)
+    assert not os.path.isdir(made.path)
 
 
 def test_a_worker_that_cannot_be_started_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,22 +143,3 @@ def test_a_worker_that_cannot_be_started_leaves_nothing(place: Path, monkeypatch
             asyncio.run(process.WorkerProcess.start(program, lambda _: None))
     assert list(place.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == open_before
-
-
-def test_those_that_sweep_do_not_take_what_others_have_just_made() -> None:
-    done = threading.Event()
-
-    def sweep() -> None:
-        while not done.is_set():
-            remove_abandoned()
-
-    sweeper = threading.Thread(target=sweep)
-    sweeper.start()
-    try:
-        for _ in range(500):
-            scratch = Scratch()
-            assert os.path.isdir(scratch.path)
-            scratch.remove()
-    finally:
-        done.set()
-        sweeper.join()

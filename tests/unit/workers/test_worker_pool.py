@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.workers import process
 from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
 from bapo_megatron.workers.process import WorkerProgram
 
@@ -35,7 +34,7 @@ def kind(
 @asynccontextmanager
 async def pooling(workers: int = 1, concurrency: int = 1000, **settings: Any) -> AsyncIterator[WorkerPool]:
     """A running pool; afterwards no process of it is left."""
-    pool = WorkerPool(WorkerProgram(COMMAND, {"kind": "async", **settings}), workers, concurrency)
+    pool = WorkerPool(WorkerProgram(COMMAND, settings), workers, concurrency)
     await pool.start()
     await asyncio.sleep(0)  # each place takes its process
     try:
@@ -91,23 +90,6 @@ async def test_a_call_too_many_waits_for_a_place() -> None:
     assert len({*results[1:]}) == 1
 
 
-async def test_async_calls_go_to_the_worker_with_fewest() -> None:
-    async with pooling(workers=2) as pool:
-        found = Counter(await asyncio.gather(*(pool.call(kind("wait"), 0.5) for _ in range(10))))
-    assert [*found.values()] == [5, 5]
-
-
-async def test_plain_functions_run_one_at_a_time(tmp_path: Path) -> None:
-    file = tmp_path / "notes"
-    async with pooling(kind="plain") as pool:
-        questions = [{"name": str(n), "file": str(file), "wait_s": 0.02} for n in range(5)]
-        found = await asyncio.gather(*(pool.call(kind("plain"), question) for question in questions))
-    assert len(set(found)) == 1
-    assert file.read_text().split("\n")[:-1] == [
-        f"{n} {what}" for n in range(5) for what in ("begins", "ends")
-    ]
-
-
 async def test_questions_and_answers_may_be_large() -> None:
     text = "a" * (3 << 20)
     async with pooling(workers=3) as pool:
@@ -137,13 +119,6 @@ async def test_an_async_function_that_raises_costs_itself(how: str, detail: str)
         assert [await beside] == pids_of(pool)
 
 
-async def test_a_question_that_is_no_json_is_the_callers_mistake() -> None:
-    async with pooling() as pool:
-        with pytest.raises(TypeError, match="set is not JSON serializable"):
-            await pool.call(kind("count"), {1})
-        assert (await pool.call(kind("count"), "a"))[1] == 1
-
-
 @pytest.mark.parametrize(("function", "question"), [("wait", 1000), ("heed_no_cancel", None)])
 @pytest.mark.parametrize("repeatable", [True, False])
 async def test_an_async_call_past_its_time_costs_itself(
@@ -169,17 +144,6 @@ async def test_a_call_that_holds_its_worker_costs_the_others_nothing(tmp_path: P
     lines = file.read_text().splitlines()
     assert lines[:4] == ["a 1", "b 2", "c 3", "blocker 4"]
     assert sorted(lines[4:]) == ["a 1", "b 1", "blocker 1", "blocker 1", "c 1"], "suspects run alone"
-
-
-async def test_a_plain_function_past_its_time_costs_itself(tmp_path: Path) -> None:
-    question = {"name": "slow", "file": str(tmp_path / "notes"), "wait_s": 1000}
-    async with pooling(kind="plain") as pool:
-        quick = {**question, "name": "quick", "wait_s": 0}
-        slow = pool.call(kind("plain", 1.0, repeatable=False), question)
-        slow, quick = await together([slow, pool.call(kind("plain"), quick)])
-    assert str(slow) == "plain: time: no answer within 1 s"
-    assert isinstance(quick, int)
-    assert (tmp_path / "notes").read_text().splitlines() == ["slow begins", "quick begins", "quick ends"]
 
 
 async def test_five_in_flight_one_of_which_kills(tmp_path: Path) -> None:
@@ -232,22 +196,6 @@ async def test_suspects_come_back_few_at_a_time(tmp_path: Path) -> None:
     assert again[-1] == "new 1"
 
 
-async def test_another_worker_goes_on_while_a_suspect_waits_for_its_next(tmp_path: Path) -> None:
-    file = tmp_path / "notes"
-    async with pooling(2, starts=str(tmp_path / "starts"), start_s=3) as pool:
-        suspect = asyncio.create_task(act(pool, file, "a"))
-        await noted(file, 1)
-        other = pids_of(pool)[1]
-        os.kill(pids_of(pool)[0], signal.SIGKILL)
-        until = time.monotonic() + 60
-        while len(pids_of(pool)) > 1 and time.monotonic() < until:
-            await asyncio.sleep(0.01)
-        assert await pool.call(kind("wait"), 0) == other
-        assert not suspect.done(), "its place is not ready yet"
-        found = await suspect
-    assert found == "a"
-
-
 async def test_the_last_answer_is_read_where_the_end_is_seen_first() -> None:
     async with pooling() as pool:
         worker = pool._workers[0]._process
@@ -255,11 +203,6 @@ async def test_the_last_answer_is_read_where_the_end_is_seen_first() -> None:
         asyncio.get_running_loop().remove_reader(worker._output)
         found = await pool.call(kind("answer_and_die", repeatable=False), "last")
     assert found == "last"
-
-
-def test_a_line_of_brackets_is_no_answer() -> None:
-    """Within the event loop a RecursionError would be lost, and the call would wait for its limit."""
-    assert process._message(b'{"id": 1, "answer": ' + 100_000 * b"[") is None
 
 
 async def test_no_answer_is_lost_or_given_to_another() -> None:
@@ -325,14 +268,6 @@ async def test_a_call_that_waits_for_a_lost_object_is_told(tmp_path: Path) -> No
     assert again[1] == 1
 
 
-async def test_memory_of_a_plain_call_has_a_limit(tmp_path: Path) -> None:
-    question = {"name": "a", "file": str(tmp_path / "notes")}
-    async with pooling(kind="plain", memory_mb=512) as pool:
-        with pytest.raises(CallFailed, match="^plain: raised: MemoryError"):
-            await pool.call(kind("plain"), {**question, "eats": 10 << 30})
-        assert [await pool.call(kind("plain"), {**question, "eats": 1 << 20})] == pids_of(pool)
-
-
 async def test_a_call_without_memory_beside_others_is_asked_again_alone(tmp_path: Path) -> None:
     file = tmp_path / "notes"
     async with pooling(memory_mb=512) as pool:
@@ -340,14 +275,3 @@ async def test_a_call_without_memory_beside_others_is_asked_again_alone(tmp_path
         a, hog, b = await together(calls)
     assert (a, b, str(hog)) == ("a", "b", "act: raised: MemoryError()")
     assert file.read_text().splitlines() == ["a 1", "hog 2", "b 3", "hog 1"]
-
-
-async def test_a_process_whose_memory_is_full_is_replaced() -> None:
-    """It was taken for good, by nobody who can be asked any more."""
-    async with pooling(memory_mb=512) as pool:
-        pid = pids_of(pool)[0]
-        await pool.call(kind("keep"), 400 << 20)
-        beside = asyncio.create_task(pool.call(kind("wait"), 1))
-        assert await pool.call(kind("keep"), 200 << 20) is None
-        assert await beside == pid
-        assert pid not in pids_of(pool)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.child_process import ChildDied, ChildTimeout
+from bapo_megatron.runtime.child_process import ChildTimeout
 from bapo_megatron.workers import pool as pools
 from bapo_megatron.workers import process
 from bapo_megatron.workers.pool import WorkerPool
@@ -48,7 +48,6 @@ async def test_the_start_of_a_worker_is_nobodys_time(tmp_path: Path, workers: in
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"kind": "both"}, ChildDied, "exit code 1"),
         ({"problem": "no such door"}, ConfigError, "no such door"),
         ({"starts": "starts", "start_s": 1000}, ChildTimeout, "it was not ready within 5 s"),
     ],
@@ -69,24 +68,11 @@ async def test_a_start_that_fails_says_why(
             pass
 
 
-def test_notes_of_a_start_come_once() -> None:
-    async def main() -> list[str]:
-        pool = WorkerPool(WorkerProgram(COMMAND, {"kind": "async"}), 2)
-        with pytest.raises(RuntimeError, match=r"start\(\) it before call"):
-            await pool.call(kind("wait"), 0)
-        try:
-            return await pool.start()
-        finally:
-            await pool.close()
-
-    assert asyncio.run(main()) == ["a note"]
-
-
 async def test_a_place_that_cannot_start_a_worker_leaves_its_calls_to_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its suspect, too. Where no worker is left calls fail, and the next call tries again."""
-    monkeypatch.setattr(pools, "RESTART_PAUSE_S", 1000.0)
+    monkeypatch.setattr(pools, "RESTART_PAUSE_S", 2.0)
     starts, file = tmp_path / "starts", tmp_path / "notes"
     broken = Path(f"{starts}.broken")
     starts.write_text("")
@@ -110,7 +96,7 @@ async def test_closing_ends_what_runs_hangs_or_starts(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     starts, file = tmp_path / "starts", tmp_path / "notes"
-    program = WorkerProgram(COMMAND, {"kind": "async", "starts": str(starts), "start_s": 1000})
+    program = WorkerProgram(COMMAND, {"starts": str(starts), "start_s": 1000})
     pool = WorkerPool(program, 1)
     await pool.start()
     calls = [asyncio.create_task(act(pool, file, name)) for name in ("a", "blocker")]
@@ -119,8 +105,6 @@ async def test_closing_ends_what_runs_hangs_or_starts(
     await noted(starts, 2)  # the second process begins a start that does not end
     await pool.close()
     assert all(isinstance(one, asyncio.CancelledError) for one in await together(calls))
-    with pytest.raises(RuntimeError, match="not after close"):
-        await pool.call(kind("wait"), 0)
     assert not any(exists(int(pid)) for pid in starts.read_text().split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "starts"], "no directory of a worker"
 
@@ -141,9 +125,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(
         return made
 
     monkeypatch.setattr(process, "_make", slow)
-    starting = asyncio.create_task(
-        process.WorkerProcess.start(WorkerProgram(COMMAND, {"kind": "async"}), lambda _: None)
-    )
+    starting = asyncio.create_task(process.WorkerProcess.start(WorkerProgram(COMMAND, {}), lambda _: None))
     await asyncio.to_thread(is_making.wait)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -24,7 +24,7 @@ from bapo_megatron.evaluation.options import CompareOptions, EvalOptions
 from bapo_megatron.evaluation.responses import (
     RESPONSES,
     SUMMARY,
-    first_responses,
+    all_responses,
     flat_settings,
     read_responses,
     read_summary,
@@ -153,7 +153,10 @@ def examples_text(a: Path, b: Path, count: int) -> str:
     lines = []
     for suite, folders in suites_of_both(a, b).items():
         questions = _questions(suite, folders[0], count)
-        answers = [first_responses(folder / RESPONSES, len(questions)) for folder in folders]
+        answers = [
+            {one.problem: (text, one.correct) for one, text in rows if one.sample == 0}
+            for rows in (all_responses(folder / RESPONSES) for folder in folders)
+        ]
         for problem, question in enumerate(questions):
             lines.append(f"{suite}, problem {problem}: {_one_line(question)}\n")
             for name, responses in zip("AB", answers, strict=True):
@@ -164,17 +167,10 @@ def examples_text(a: Path, b: Path, count: int) -> str:
 
 def _questions(suite: str, folder: Path, count: int) -> list[str]:
     about = read_summary(folder)["suite"]
-    if "path" not in about:
-        raise ConfigError(
-            f"suite {suite}: {folder} does not say where the suite's file is, because an earlier version "
-            "wrote it; run `bapo eval` again with its flags, which only writes the summary anew"
-        )
     path = Path(about["path"])
-    if not path.is_file():
-        raise ConfigError(f"suite {suite}: {path}, which {folder} was asked from, is gone; bring it back")
-    if sha256_of(path) != about["sha256"]:
+    if not path.is_file() or sha256_of(path) != about["sha256"]:
         raise ConfigError(
-            f"suite {suite}: {path} has changed since {folder} was asked from it; bring it back"
+            f"suite {suite}: {path} is gone or has changed since {folder} was asked from it; bring it back"
         )
     return [messages_of(row)[-1]["content"] for row in read_rows(path)[:count]]
 

@@ -29,7 +29,6 @@ from bapo_megatron.config.validation import (
 )
 from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.problem_sets import REWARD_FUNCTION
-from bapo_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,5 @@ class CompareOptions:
     """Problems of each suite to print with the first response of each evaluation: the suite's first ones."""
 
     def check(self) -> None:
-        """Raise ConfigError for options that exclude each other."""
+        """Raise ConfigError for a value out of its range."""
         raise_problems(list(out_of_range(self)))
-        if self.examples and self.json:
-            raise ConfigError("--examples are text: leave --json out")

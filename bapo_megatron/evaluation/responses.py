@@ -25,11 +25,6 @@ from bapo_megatron.runtime.storage import writing
 FORMAT = 1
 SETTINGS, RESPONSES, SUMMARY = "settings.json", "responses.jsonl", "summary.json"
 
-_OTHER_MODEL = (
-    "(model.sha256 is of weights, configuration, tokenizer and chat template: a file of the model {folder} "
-    "was changed, added or removed since, or an earlier version of this program also counted safetensors "
-    "files that are not the model's)"
-)
 _MAY_CHANGE = ("samples", "model.checkpoint", "suite.name", "suite.path", "code_version")
 
 
@@ -52,11 +47,6 @@ def open_folder(folder: Path, settings: Row) -> Iterator[Responses]:
     with only_writer(folder):
         if (folder / SETTINGS).exists():
             _check_settings(folder / SETTINGS, settings)
-        elif leftovers := [name for name in (RESPONSES, SUMMARY) if os.path.lexists(folder / name)]:
-            raise ConfigError(
-                f"{folder} holds {leftovers[0]} without {SETTINGS}: no evaluation wrote it, or it lost its "
-                "settings; name another --output, or move the file away"
-            )
         write_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
         log = Responses(folder / RESPONSES)
         try:
@@ -73,8 +63,6 @@ def _check_settings(path: Path, settings: Row) -> None:
         if before.get(name) != now.get(name) and name not in _MAY_CHANGE
     ]
     if different:
-        if before.get("model.sha256") != now.get("model.sha256"):
-            different.append(_OTHER_MODEL.format(folder=now.get("model.checkpoint")))
         raise ConfigError(
             f"{path.parent} holds responses that were sampled with other settings:\n"
             + "\n".join(different)
@@ -104,27 +92,11 @@ def read_responses(path: Path, samples: int) -> list[ScoredResponse]:
     return [responses[place] for place in sorted(responses)]
 
 
-def first_responses(path: Path, problems: int) -> dict[int, tuple[str, bool]]:
-    """Return text and correctness of the first response to each of the first ``problems`` problems."""
-    return {
-        response.problem: (text, response.correct)
-        for response, text in all_responses(path)
-        if response.sample == 0 and response.problem < problems
-    }
-
-
 def all_responses(path: Path) -> Iterator[tuple[ScoredResponse, str]]:
-    """Yield each response with its text. Raises ConfigError for an invalid line."""
-    for number, line in enumerate(whole_lines(path) if path.exists() else (), 1):
-        try:
-            row = json.loads(line)
-            response = ScoredResponse(**{name: row[name] for name in ScoredResponse.__dataclass_fields__})
-            text = str(row["text"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path}, line {number} is not a response: {error!r}; mend it or delete it"
-            ) from None
-        yield response, text
+    """Yield each response with its text."""
+    for line in whole_lines(path) if path.exists() else ():
+        row = json.loads(line)
+        yield ScoredResponse(**{name: row[name] for name in ScoredResponse.__dataclass_fields__}), row["text"]
 
 
 def write_summary(folder: Path, settings: Row, metrics: Row) -> None:
@@ -134,19 +106,14 @@ def write_summary(folder: Path, settings: Row, metrics: Row) -> None:
 
 
 def read_summary(folder: Path) -> Row:
-    """Return the summary of a finished suite. Raises ConfigError if it is not finished."""
-    path = folder / SUMMARY
-    if not path.is_file():
-        raise ConfigError(f"{folder} holds no {SUMMARY}: the evaluation is not finished; run it again")
-    return _json(path)
+    """Return the summary of a finished suite. Raises ConfigError for another format."""
+    return _json(folder / SUMMARY)
 
 
 def _json(path: Path) -> Row:
-    try:
-        content = json.loads(path.read_text())
-        version = content["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error!r}") from None
-    if version != FORMAT:
-        raise ConfigError(f"{path} has format {version}, this version of the program reads {FORMAT}")
-    return dict(content)
+    content: Row = json.loads(path.read_text())
+    if content["format"] != FORMAT:
+        raise ConfigError(
+            f"{path} has format {content['format']}, this version of the program reads {FORMAT}"
+        )
+    return content

@@ -11,16 +11,15 @@ import asyncio
 import fcntl
 import hashlib
 import json
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import RewardConfig, RunConfig
-from bapo_megatron.data.problem_sets import REWARD_FUNCTION, Suite, load_suite, programs_of
+from bapo_megatron.data.problem_sets import REWARD_FUNCTION, load_suite, programs_of
 from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.evaluation.responses import (
@@ -40,7 +39,6 @@ from bapo_megatron.reward.sandbox.sandbox import checked_sandbox
 from bapo_megatron.rollout.engines.backend import engine_backend
 from bapo_megatron.rollout.engines.colocated_pool import open_pool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
-from bapo_megatron.rollout.engines.pool_state import EngineSlot
 from bapo_megatron.rollout.engines.requests import Dataset, limits_of, response_text, stop_token_ids
 from bapo_megatron.rollout.sampler.held_out import whole_response
 from bapo_megatron.rollout.sampler.response import Sampling
@@ -83,58 +81,39 @@ class SuiteSampler:
         self._pool, self._scorer, self._sampling, self._version = pool, scorer, sampling, version
         self._turns, self._name = turns, name
         self._lost_minutes, self._right_from = lost_minutes, right_from
-        self._running: set[asyncio.Task[None]] = set()
-        self._judged: asyncio.Queue[Row] = asyncio.Queue()
-        self._failure: BaseException | None = None
 
     async def ask(self, places: Iterable[tuple[int, int]], keep: Keep) -> None:
         """Sample and score a response for every (problem, sample), and store each with ``keep``. Raises
         RunStopped if no engine answers for ``lost_minutes``, or one problem kills engine after engine."""
-        waiting = deque(places)
-        storing = asyncio.create_task(self._keep(len(waiting), keep))
-        storing.add_done_callback(self._ended)
+        waiting, storing = iter(places), asyncio.Lock()
+
+        async def answer() -> None:
+            for place in waiting:
+                row = await self._row(*place)
+                async with storing:
+                    await asyncio.to_thread(keep, [row])
+
         try:
-            while not storing.done():
-                while waiting and (slot := self._pool.reserve()):
-                    self._start(slot, *waiting.popleft())
-                self._check()
-                self._pool.changed.clear()
-                changed = asyncio.ensure_future(self._pool.changed.wait())
-                await asyncio.wait({changed, storing}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-            self._check()
-            await storing  # raises its error, which `_ended` may not have noted yet
-        finally:
-            for task in [*self._running, storing]:
-                task.cancel()
-            await asyncio.gather(*self._running, storing, return_exceptions=True)
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._watch_engines())
+                await asyncio.wait([group.create_task(answer()) for _ in range(self._pool.capacity)])
+                watching.cancel()
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
 
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        try:
-            self._pool.check(self._lost_minutes)
-        except EnginesGone as gone:
-            raise RunStopped(str(gone)) from gone
+    async def _watch_engines(self) -> None:
+        while True:
+            try:
+                self._pool.check(self._lost_minutes)
+            except EnginesGone as gone:
+                raise RunStopped(str(gone)) from gone
+            await asyncio.sleep(_LOOK_S)
 
-    def _start(self, slot: EngineSlot, problem: int, sample: int) -> None:
-        task = asyncio.create_task(self._respond(slot, problem, sample))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure = self._failure or error
-            self._pool.changed.set()
-
-    async def _respond(self, slot: EngineSlot, problem: int, sample: int) -> None:
+    async def _row(self, problem: int, sample: int) -> Row:
         prompt, turns = self._prompts[problem], self._turns
         name = f"{problem}-{sample}" if turns is None else f"{self._name}-{problem}-{sample}"
         place = (0, problem, sample)
-        response = await whole_response(
-            self._pool, self._sampling, self._version, prompt, name, place, slot, turns=turns
-        )
+        response = await whole_response(self._pool, self._sampling, self._version, prompt, name, place, turns)
         tokens, reason = response.sampled_tokens, response.finish_reason
         assert reason is not None
         text = response_text(self._tokenizer, response.so_far.token_ids_R)
@@ -144,16 +123,7 @@ class SuiteSampler:
         correct = result.score is not None and result.score >= self._right_from
         vote = vote_of(last, prompt.opens_thinking)
         judged = ScoredResponse(problem, sample, correct, vote, tokens, reason, result.failure)
-        self._judged.put_nowait({**asdict(judged), "text": text})
-
-    async def _keep(self, count: int, keep: Keep) -> None:
-        while count:
-            rows = [await self._judged.get()]
-            with suppress(asyncio.QueueEmpty):
-                while True:
-                    rows.append(self._judged.get_nowait())
-            await asyncio.to_thread(keep, rows)
-            count -= len(rows)
+        return {**asdict(judged), "text": text}
 
 
 _FILES = (".safetensors", ".json", ".jinja", ".model")
@@ -199,7 +169,7 @@ def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
     with open_lock(output / ".model.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # array jobs share it: the first converts
         if folder.exists():
-            made_of = json.loads(note.read_text())["checkpoint"] if note.exists() else "an unknown checkpoint"
+            made_of = json.loads(note.read_text())["checkpoint"]
             if made_of != source:
                 raise ConfigError(f"{folder} was made of {made_of}, not of {source}: give another --output")
         else:
@@ -256,7 +226,7 @@ def evaluate(options: EvalOptions) -> Results:
         for name in options.names
     ]
     longest = max(len(prompt.token_ids_P) for suite in suites for prompt in suite.prompts)
-    _check_suites(suites, options, longest, limits_of(model.folder).context)
+    _check_room(options, longest, limits_of(model.folder).context)
     with ExitStack() as opened:
         about = {"checkpoint": model.checkpoint, "sha256": model.sha256}
         tasks = [open_task(opened, suite, options, about, output) for suite in suites]
@@ -278,10 +248,7 @@ def evaluate(options: EvalOptions) -> Results:
     return {suite.name: results[suite.name] for suite in suites}
 
 
-def _check_suites(suites: Sequence[Suite], options: EvalOptions, longest: int, room: int) -> None:
-    names = [suite.name for suite in suites]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"suite={options.suite}: two of them have one name ({', '.join(names)})")
+def _check_room(options: EvalOptions, longest: int, room: int) -> None:
     if longest + options.max_response_tokens > room:
         raise ConfigError(
             f"max_response_tokens={options.max_response_tokens} and the longest prompt ({longest} tokens) "
@@ -327,7 +294,6 @@ async def _ask(
     urls: Sequence[str],
     finish: Callable[[SuiteTask], None],
 ) -> None:
-    """Sample and score all suites in sequence on the same engines."""
     rollout, folder = config.rollout, config.model.hf_path
     async with AsyncExitStack() as opened:
         scorer = RewardPool(config.reward, rollout.max_response_tokens)

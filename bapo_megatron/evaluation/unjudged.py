@@ -14,13 +14,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from bapo_megatron.config import RewardConfig, RunConfig
-from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.evaluation.responses import Responses, all_responses
 from bapo_megatron.evaluation.scoring import ScoredResponse
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, text_score
-from bapo_megatron.runtime.child_process import ChildError
 from bapo_megatron.types import Prompt
 
 StoredResponse = tuple[ScoredResponse, str]
@@ -46,22 +44,18 @@ def score_again(
     report: Report,
 ) -> None:
     """Rescore a suite's unjudged responses and append rows that replace those of newly scored ones. Prints
-    the number rescored; without a judge, prints why nothing changed."""
+    the number rescored."""
 
-    async def with_pool() -> str:
+    async def with_pool() -> int:
         pool = RewardPool(config.reward, config.rollout.max_response_tokens)
         try:
-            try:
-                await pool.start()
-            except (ChildError, ConfigError, RunStopped) as error:
-                return f"{len(unjudged)} responses are not scored again: {error}"
+            await pool.start()
             scorer = RobustScorer(pool, config.reward.failed, report)
-            scored = await scored_now(unjudged, prompts, scorer, config.reward.correct, log)
-            return f"{scored} of {len(unjudged)} could be scored now"
+            return await scored_now(unjudged, prompts, scorer, config.reward.correct, log)
         finally:
             await pool.close()
 
-    print(f"{name}: {asyncio.run(with_pool())}", flush=True)
+    print(f"{name}: {asyncio.run(with_pool())} of {len(unjudged)} could be scored now", flush=True)
 
 
 async def scored_now(

@@ -201,7 +201,7 @@ def seen_by(folder: Path) -> str:
     header = broadcast_from_main(read_header(folder, 1) if is_main() else None)
     if torch.distributed.get_rank() == 1:
         header = dataclasses.replace(header, file=header.file._replace(path=folder / "elsewhere.npz"))
-    with pytest.raises(StorageFailed, match="no such file") as raised:
+    with pytest.raises(StorageFailed, match="No such file") as raised:
         on_all_ranks(StepColumns(header, limit_s=0.3).open)
     return str(raised.value)
 

@@ -263,7 +263,6 @@ class Dispatcher:
             task.cancel()
 
     async def _sample(self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, need: Tokens) -> None:
-        """Request one segment of a response; keep the result or requeue the response."""
         request = self._request(group, key[1], need)
         try:
             answer = await self._pool.generate(slot, request, self._is_known, "the run's weights")

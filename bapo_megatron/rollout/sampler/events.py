@@ -22,7 +22,7 @@ from bapo_megatron.types import Generation, ResponseTokens
 MOST_BYTES = 2**30
 """Maximum segment bytes in a record of several segments; a record's byte count has 32 bits."""
 OUTSTANDING = "outstanding"
-"""Checkpoint state key: number, epoch and prompt index of each unfinished group; absent in early versions."""
+"""Checkpoint state key: number, epoch and prompt index of each unfinished group."""
 FORKED = "forked"
 """State key of a fork: why its dataset restarts; None if it continues."""
 _NO_ORDER = ("model.", "rollout.", "environment.")
@@ -164,14 +164,15 @@ def journal_start(state: dict[str, Any], identity: dict[str, Any], step: int) ->
     ``identity``: settings that the journal depends on. Unless ``state`` has the key ``FORKED``, they must
     match the identity in ``state``; ``SamplerState`` checks this."""
     forked = FORKED in state
-    again = state.get(OUTSTANDING)
+    again = state.get(OUTSTANDING, [])  # none in checkpoints of early versions
     fields = {name: value for name, value in state.items() if name not in (OUTSTANDING, FORKED)}
     fields["tokens"] = _without_outstanding(fields["tokens"])
-    numbers = {number for number, _, _ in again or ()}
+    numbers = {number for number, _, _ in again}
     fields["judged"] = [summary for summary in fields["judged"] if summary[0] not in numbers]
+    opened = [groups_opened(again, None)] if again else []
+    told = f"the prompts of {len(again)} unfinished groups are sampled again, first"
     if not forked:
-        told = _told_again(again)
-        return JournalStart(Record("state", fields, {}), _opened(again), "journal_missing", told)
+        return JournalStart(Record("state", fields, {}), opened, "journal_missing", told)
     fields |= {"identity": identity, "served": step, "weights_step": step, "trained": []}
     for name in ("step_of", "first_step_of"):
         fields[name] = [pair for pair in fields.get(name, fields["step_of"]) if pair[1] <= step]
@@ -179,28 +180,14 @@ def journal_start(state: dict[str, Any], identity: dict[str, Any], step: int) ->
         fields |= {"taken": 0, "judged": [], "dropped": {}}
         told = f"the dataset begins at its start: {why}"
         return JournalStart(Record("state", fields, {}), [], "fork_position", told)
-    told = f"the dataset continues after {state['taken']} prompts; {_told_again(again)}"
-    if state["served"] > step:  # the other run was killed and repeated steps
-        told += f"; those that it had sampled for the steps {step + 1} to {state['served']} are skipped"
-    return JournalStart(Record("state", fields, {}), _opened(again), "fork_position", told)
+    told = f"the dataset continues after {state['taken']} prompts; {told}"
+    return JournalStart(Record("state", fields, {}), opened, "fork_position", told)
 
 
 def _without_outstanding(tokens: dict[str, int]) -> dict[str, int]:
     """Return the token counts, with tokens of unfinished groups counted as ``dropped_lost``."""
     left = tokens.get("sampled", 0) - sum(count for name, count in tokens.items() if name != "sampled")
     return {**tokens, "dropped_lost": tokens.get("dropped_lost", 0) + left} if left else dict(tokens)
-
-
-def _opened(again: list[tuple[int, int, int]] | None) -> list[Record]:
-    return [groups_opened(again, None)] if again else []
-
-
-def _told_again(again: list[tuple[int, int, int]] | None) -> str:
-    if again is None:
-        return (
-            "the prompts of unfinished groups are skipped: this checkpoint of an earlier version has no list"
-        )
-    return f"the prompts of {len(again)} unfinished groups are sampled again, first"
 
 
 def _other_order(theirs: dict[str, Any], ours: dict[str, Any]) -> str:

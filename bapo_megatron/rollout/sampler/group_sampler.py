@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bapo_megatron.config import RunConfig
@@ -54,13 +55,13 @@ class GroupSampler:
         report: Report,
         rounds: bool = False,
         is_held: Callable[[], bool] = lambda: False,
-        environments: Environments | None = None,
+        environments: Environments = MappingProxyType({}),
         teacher: Teacher | None = None,
     ) -> None:
         """Open the run's journal. Raises ConfigError if another process writes it. ``rounds``: open new
         groups and form batches only when no group is open, so that an engine whose answers depend on its
         batch always gets the same batches. ``is_held``: whether requests must wait because such an engine
-        serves an evaluation. ``environments``: by prompt source; None if no source has one. ``teacher``:
+        serves an evaluation. ``environments``: by prompt source, of sources with one. ``teacher``:
         scores groups for distillation."""
         self._rollout, self._report, self._pool = config.rollout, report, pool
         self._folder = config.paths.journal
@@ -70,9 +71,7 @@ class GroupSampler:
         self._identity = identity(config, dataset)
         self._state = state = SamplerState(prompts, rollout.group_size, self._identity)
         self._admission = admission = AdmissionController(rollout, state)
-        environments = environments or {}
         self._dispatcher = dispatcher = Dispatcher(config, dataset, state, admission, pool, environments)
-        stepper = Stepper(config, dataset, state, environments, pool.changed.set) if environments else None
         self._batches = BatchBuilder(config, state, admission, pool, self._folder, rounds)
         self._loop = SamplerLoop(
             rollout,
@@ -86,7 +85,7 @@ class GroupSampler:
             report,
             rounds,
             is_held,
-            stepper,
+            Stepper(config, dataset, state, environments, pool.changed.set),
         )
 
     async def start(self, first_step: int, state: dict[str, Any] | None) -> None:

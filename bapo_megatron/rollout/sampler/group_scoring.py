@@ -17,7 +17,7 @@ from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.events import group_scored
 from bapo_megatron.rollout.sampler.scoring import RETRY_S, FailedScores, GroupScorer, Scorer
 from bapo_megatron.rollout.sampler.state import FinishedGroup, OpenGroup, SamplerState
-from bapo_megatron.rollout.sampler.teacher import GroupTeacher, Teacher
+from bapo_megatron.rollout.sampler.teacher import Teacher, group_log_probs
 from bapo_megatron.rollout.sampler.write_ahead_log import Record
 
 
@@ -34,7 +34,7 @@ class GroupScoring:
         """Whether the advantage may use named rewards."""
         self._scorer = GroupScorer(dataset, scorer, reward)
         self._failed = FailedScores(rollout.prompts_per_step, reward.outage_minutes, report)
-        self._teacher = GroupTeacher(dataset, teacher) if teacher else None
+        self._prompts, self._teacher = dataset.prompts, teacher
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._retrying: asyncio.Task[None] | None = None  # rescores waiting groups; None while none waits
 
@@ -82,7 +82,10 @@ class GroupScoring:
         rewards = self._scorer.rewards(results)
         named = [result.named for result in results]
         why = self._why_useless(rewards, named)
-        taught = await self._teacher.of_group(group) if self._teacher and not why else None
+        taught = None
+        if self._teacher and not why:
+            prompt = self._prompts[group.index].token_ids_P
+            taught = await group_log_probs(self._teacher, prompt, group)
         del self._tasks[group.number]
         # Scoring works if another score succeeded in the meantime.
         is_last_try = is_last_try or self._failed.scores > scores_before

@@ -3,8 +3,8 @@
     evaluation/step_000040.jsonl    one scored response per line, sampled at the weights of step 40
 
 ``HeldOut`` writes this file, for which the trainer waits. Its requests use at most half of the engines'
-capacity, alongside training requests. On an engine that samples in rounds, the turns of all episodes go out
-together, for bit-exact repeats. The file is written atomically at the end; a killed evaluation starts over.
+capacity, alongside training requests. The file is written atomically at the end; a killed evaluation starts
+over.
 
 ``whole_response`` (also for `bapo eval`) sends one request per segment and returns the complete response; an
 engine loss costs only the in-flight request. Training responses go through ``dispatcher.py``, which journals
@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import BOXED_REWARDS
@@ -26,7 +26,7 @@ from bapo_megatron.data.problem_sets import Suite, programs_of
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool
-from bapo_megatron.rollout.engines.pool_state import CachedPrefix, EngineSlot
+from bapo_megatron.rollout.engines.pool_state import CachedPrefix
 from bapo_megatron.rollout.engines.requests import Dataset, request_seed
 from bapo_megatron.rollout.sampler.response import (
     Response,
@@ -50,7 +50,7 @@ from bapo_megatron.types import Prompt
 
 _EPOCH = 2**32
 """Epoch in evaluation seeds, beyond training's; constant, as common random numbers reduce noise."""
-_POLL_S = 1.0  # polling interval for an engine with room
+_POLL_S = 1.0  # polling interval for a working engine
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,14 @@ class HeldOut:
         dataset: Dataset,
         pool: EnginePool,
         scorer: Scorer,
-        environments: Environments | None = None,
-        rounds: bool = False,
+        environments: Environments = MappingProxyType({}),
         old: OldFiles | None = None,
     ) -> None:
-        """``environments``: by source. ``rounds``: see ``GroupSampler``. ``old``: deletes old results."""
+        """``environments``: by source. ``old``: deletes old results."""
         self._config, self._suites = config, suites
         self._dataset, self._pool, self._scorer = dataset, pool, scorer
         temperature, most = config.evaluation_sampling
         stops, segment = dataset.stop_token_ids, config.rollout.segment_tokens
-        environments = environments or {}
         plain = Sampling(temperature, most, config.seed, stops, segment)
         sources = {suite.name: config.source_of_suite(suite.name) for suite in suites}
         takers = turn_takers(environments, dataset, most)
@@ -93,7 +91,6 @@ class HeldOut:
         """Turn taker by suite; None without an environment."""
         self._programs = {suite.name: programs_of(suite, config.reward.function) for suite in suites}
         """By suite: problems that ask for a program, whose answers are unboxed."""
-        self._in_rounds = rounds and any(self._turns.values())
         self._paths, self._old = config.paths, old or OldFiles()
         self._task: asyncio.Task[None] | None = None
         self._step: int | None = None  # step under evaluation, or due once its weights are loaded
@@ -153,51 +150,26 @@ class HeldOut:
             for problem in range(len(suite.prompts))
             for sample in range(samples)
         ]
-        room = max(1, self._pool.capacity // 2)  # the other half is for training
-        try:
-            rows = await (self._by_rounds if self._in_rounds else self._freely)(step, items, room)
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from failed
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        with writing("an evaluation", self._paths.evaluation):
-            self._paths.evaluation.mkdir(exist_ok=True)
-            await asyncio.to_thread(write_atomically, self._path(step), lines)
-        self._step = None
-        self._pool.changed.set()
-
-    async def _freely(self, step: int, items: Sequence[_Item], room: int) -> list[Row]:
-        """Return the items' rows; sample each item as soon as fewer than ``room`` are in engines."""
-        places = asyncio.Semaphore(room)
+        places = asyncio.Semaphore(max(1, self._pool.capacity // 2))  # the other half is for training
 
         async def row(item: _Item) -> Row:
             async with places:
                 response = await self._sampled(step, item)
             return await self._scored(item, response)
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(row(item)) for item in items]
-        return [task.result() for task in tasks]
-
-    async def _by_rounds(self, step: int, items: Sequence[_Item], room: int) -> list[Row]:
-        """Return the items' rows; requests form the same batches regardless of environment step times."""
-        rows = []
-        for first in range(0, len(items), room):
-            wave = items[first : first + room]
-            barrier = RoundBarrier(len(wave))
-
-            async def row(member: int, item: _Item, barrier: RoundBarrier = barrier) -> Row:
-                response = await self._sampled(step, item, partial(barrier.meet, member))
-                barrier.leave()
-                return await self._scored(item, response)
-
+        try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(row(member, item)) for member, item in enumerate(wave)]
-            rows += [task.result() for task in tasks]
-        return rows
+                rows = [group.create_task(row(item)) for item in items]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+        lines = "".join(json.dumps(row.result()) + "\n" for row in rows)
+        with writing("an evaluation", self._paths.evaluation):
+            self._paths.evaluation.mkdir(exist_ok=True)
+            await asyncio.to_thread(write_atomically, self._path(step), lines)
+        self._step = None
+        self._pool.changed.set()
 
-    async def _sampled(
-        self, step: int, item: _Item, together: Callable[[], Awaitable[None]] | None = None
-    ) -> Response:
+    async def _sampled(self, step: int, item: _Item) -> Response:
         prompt = item.suite.prompts[item.problem]
         name = f"evaluation.{step}.{item.suite.name}.{item.problem}-{item.sample}"
         place = (_EPOCH, item.problem, item.sample)
@@ -208,9 +180,7 @@ class HeldOut:
             prompt,
             name,
             place,
-            over_capacity=True,
             turns=self._turns[item.suite.name],
-            together=together,
         )
 
     async def _scored(self, item: _Item, response: Response) -> Row:
@@ -233,39 +203,6 @@ class HeldOut:
         }
 
 
-class RoundBarrier:
-    """Barrier for an evaluation's responses: ``meet`` waits and releases all requests, in member order.
-
-    For an engine whose last bits depend on its batch (``EngineBackend.rounds``): environment steps vary in
-    duration, so evaluations would otherwise form different batches. A round begins when every member waits or
-    has left.
-    """
-
-    def __init__(self, members: int) -> None:
-        self._left = members
-        self._waiting: dict[int, asyncio.Future[None]] = {}
-
-    async def meet(self, member: int) -> None:
-        loop = asyncio.get_running_loop()
-        self._waiting[member] = future = loop.create_future()
-        loop.call_soon(self._begin_if_all_wait)  # deferred, or the last arrival would go first
-        await future
-
-    def leave(self) -> None:
-        """Remove a member, which makes no more requests."""
-        self._left -= 1
-        asyncio.get_running_loop().call_soon(self._begin_if_all_wait)
-
-    def _begin_if_all_wait(self) -> None:
-        if len(self._waiting) < self._left:
-            return
-        waiting, self._waiting = self._waiting, {}
-        # Sorted, because the position in a batch also affects last bits.
-        for _, future in sorted(waiting.items(), key=lambda item: item[0]):
-            if not future.done():  # cancelled
-                future.set_result(None)
-
-
 async def whole_response(
     pool: EnginePool,
     sampling: Sampling,
@@ -273,21 +210,17 @@ async def whole_response(
     prompt: Prompt,
     name: str,
     seed_place: tuple[int, int, int],
-    slot: EngineSlot | None = None,
-    over_capacity: bool = False,
     turns: TurnTaker | None = None,
-    together: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
     """Sample a complete response from weights ``version`` and return it.
 
-    ``name``: unique prefix of the request ids. ``seed_place``: see `request_seed`. ``slot``: an engine
-    reserved by the caller. ``over_capacity``: see `EnginePool.reserve`. ``turns``: required if
-    `Sampling.in_environment`; environment failures are stored in the response. ``together``: awaited before
-    each request, such as ``RoundBarrier.meet``.
+    ``name``: unique prefix of the request ids. ``seed_place``: see `request_seed`. ``turns``: required if
+    `Sampling.in_environment`; environment failures are stored in the response.
 
-    An engine that returns a token of other weights is lost and its answer discarded. Waits indefinitely for
-    an engine with room; the caller watches ``EnginePool.check``. Raises RunStopped if the request is refused
-    or ``MOST_LOSSES`` engines fail with it.
+    An engine that returns a token of other weights is lost and its answer discarded. The caller limits the
+    concurrent calls, which may exceed an engine's capacity, and watches ``EnginePool.check``: this waits
+    indefinitely for an engine. Raises RunStopped if the request is refused or ``MOST_LOSSES`` engines fail
+    with it.
     """
     response, losses = Response(), 0
     cached: CachedPrefix | None = None
@@ -298,9 +231,7 @@ async def whole_response(
                 assert turns is not None
                 response = await _stepped(turns, prompt, response, name)
                 continue
-            if together is not None:
-                await together()
-            while slot is None and (slot := pool.reserve(over_capacity, cached)) is None:
+            while (slot := pool.reserve(over_capacity=True, cached=cached)) is None:
                 await asyncio.sleep(_POLL_S)
             request = next_request(response, need, sampling, prompt, name, seed)
             try:
@@ -317,7 +248,6 @@ async def whole_response(
                 raise RunStopped(f"a request of an evaluation was refused: {error}") from error
             finally:
                 slot.load -= 1
-                slot = None
                 pool.changed.set()
             response = continued(response, answer, finish_reason_of(response.branch.tokens, answer, sampling))
     finally:

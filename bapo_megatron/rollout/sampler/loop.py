@@ -52,10 +52,10 @@ class SamplerLoop:
         report: Report,
         rounds: bool,
         is_held: Callable[[], bool],
-        stepper: Stepper | None = None,
+        stepper: Stepper,
     ) -> None:
         """``changed``: wakes the loop; the engine pool sets it too. ``rounds``, ``is_held``: see
-        ``GroupSampler``. ``stepper``: None in a run without environments."""
+        ``GroupSampler``."""
         self._config, self._order, self._state, self._journal = config, order, sampler_state, journal
         self._admission, self._dispatcher, self._scoring = admission, dispatcher, scoring
         self._changed, self._report, self._rounds, self._is_held = changed, report, rounds, is_held
@@ -114,8 +114,7 @@ class SamplerLoop:
                 if not self._rounds:
                     await self._dispatcher.drain(_DRAIN_S)
         self._dispatcher.cancel()
-        if self._stepper:
-            self._stepper.cancel()
+        self._stepper.cancel()
         self._scoring.close()
 
     @property
@@ -159,19 +158,18 @@ class SamplerLoop:
         # Commit before sending: a queued event may drop a group, and new groups must be in the journal.
         while self._events or self._has_results:
             await self._commit()
-        if self._rounds and self._stepper and self._stepper.is_busy:
+        if self._rounds and self._stepper.is_busy:
             return  # wait for all answers, so that requests always form the same batches
         await self._dispatcher.send(at_once=self._rounds)
 
     @property
     def _has_results(self) -> bool:
-        return self._dispatcher.has_results or bool(self._stepper and self._stepper.has_results)
+        return self._dispatcher.has_results or self._stepper.has_results
 
     @property
     def _is_busy(self) -> bool:
-        """Whether sampling, steps, scoring or commits are pending."""
-        steps = self._stepper is not None and self._stepper.is_busy
-        return self._dispatcher.is_busy or steps or self._scoring.is_busy or bool(self._events)
+        parts = (self._dispatcher, self._stepper, self._scoring)
+        return any(part.is_busy for part in parts) or bool(self._events)
 
     async def _commit(self) -> None:
         """Commit all new events and results together, then apply them and act on them."""
@@ -179,7 +177,7 @@ class SamplerLoop:
         for group, why in refusals:
             if self._is_open(group) and self._drop(group, "refused"):
                 self._report("request_refused", detail=why)
-        answers, restarts = self._stepper.take_results() if self._stepper else ([], [])
+        answers, restarts = self._stepper.take_results()
         segments = [one for one in arrived if self._is_open(one.group)]
         answers = [one for one in answers if self._is_open(one.group)]
         restarts = [one for one in restarts if self._is_open(one.group)]
@@ -252,8 +250,7 @@ class SamplerLoop:
 
     def _continue(self, group: OpenGroup, sample: int) -> None:
         self._dispatcher.add(group, sample)
-        if self._stepper:
-            self._stepper.add(group, sample)
+        self._stepper.add(group, sample)
 
     def _score_if_complete(self, group: OpenGroup) -> None:
         if group.is_complete and self._is_open(group):
@@ -270,6 +267,5 @@ class SamplerLoop:
 
     def _cancel(self, number: int) -> None:
         self._dispatcher.cancel_group(number)
-        if self._stepper:
-            self._stepper.cancel_group(number)
+        self._stepper.cancel_group(number)
         self._scoring.cancel(number)

@@ -110,6 +110,7 @@ class Service:
         return (*reply, events)
 
     def _table(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        updates, pool = self._updates, self._pool
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "start": self._start,
             "next_batch": self._next_batch,
@@ -119,19 +120,13 @@ class Service:
             "state": self._state,
             "checkpointed": self._checkpointed,
             "begin": self._begin,
-            "receive": self._updates.receive,
-            "confirm": self._updates.confirm,
+            **{name: getattr(updates, name) for name in ("receive", "confirm", *updates.calls)},
+            "resume": self._resume,
         }
-        methods |= {name: getattr(self._updates, name) for name in self._updates.calls}
-        methods["resume"] = self._resume
-        if isinstance(self._pool, ColocatedPool):
-            methods |= {
-                "release": self._pool.release,
-                "wake": self._pool.wake,
-                "resume": self._updates.resume,
-            }
-            methods["admit"] = partial(self._admit, self._pool)
-            methods["expect_handles"] = partial(self._expect_handles, self._pool)
+        if isinstance(pool, ColocatedPool):
+            methods |= {"release": pool.release, "wake": pool.wake, "resume": updates.resume}
+            methods["admit"] = partial(self._admit, pool)
+            methods["expect_handles"] = partial(self._expect_handles, pool)
         return methods
 
     async def _start(self, first_step: int, state: dict[str, Any] | None) -> None:
@@ -213,8 +208,6 @@ def main() -> None:
         uvloop.run(_serve(pipe, setup))
     except (EOFError, ConnectionResetError, BrokenPipeError):
         os._exit(0)  # the trainer ended; a clean exit would wait for decoding threads
-    except RunStopped as stopped:  # the last tokens could not be written
-        sys.exit(f"sampler: {stopped}")
 
 
 def use_threads(of_a_rank: int | None) -> None:
@@ -300,7 +293,7 @@ async def _open(
     environments = await open_environments(config, tokenizer, report, opened)
     stops, problems = stop_token_ids(config.model.hf_path, tokenizer), setup.problems
     dataset = Dataset(problems.prompts, tokenizer, stops, problems.sources, problems.tools_sha256)
-    held_out = HeldOut(config, setup.held_out, dataset, pool, scorer, environments, rounds, OldFiles(report))
+    held_out = HeldOut(config, setup.held_out, dataset, pool, scorer, environments, OldFiles(report))
     teacher = await _open_teacher(config, dataset, opened)
     # In rounds, the last bits of answers depend on the batch: evaluation and training must not mix.
     is_held = lambda: rounds and held_out.is_busy  # noqa: E731

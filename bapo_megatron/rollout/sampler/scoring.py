@@ -201,15 +201,10 @@ class FailedScores:
         is_outage = self.is_outage
         (_, oldest), (_, newest) = (next(order(self._waiting.values())) for order in (iter, reversed))
         if is_outage and now_s - self._since_s >= self._outage_minutes * 60:
-            advice = (
-                "Mend the environment, then give the same command: it begins new episodes"
-                if _is_of_environments(oldest)
-                else "Mend what scores, then give the same command: the responses are kept, and are scored "
-                "again"
-            )
             raise RunStopped(
                 f"no response could be scored for {self._outage_minutes:g} minutes (reward.outage_minutes): "
-                f"{self._told(newest)}. Nothing was trained on them. {advice}"
+                f"{self._told(newest)}. Nothing was trained on them. Mend what scores, then give the same "
+                "command: the responses are kept and are scored again, but failed episodes begin anew"
             )
         chosen = [group for group, _ in self._waiting.values()]
         chosen = chosen[:1] if is_outage else chosen
@@ -236,17 +231,14 @@ def _is_of_environments(results: Sequence[RewardResult]) -> bool:
 def _all_failed(results: list[RewardResult]) -> str:
     first = results[0]
     if _is_of_environments(results):
-        limit = "episode_limit_s" if "environment.episode_limit_s" in first.detail else "step_limit_s"
-        longer = f", or raise environment.{limit}" if first.detail.startswith("time") else ""
         return (
             f"the environment of all {len(results)} responses of the first step failed, the first with\n\n"
-            f"{first.detail}\n\nNothing was trained. Mend environment.function or environment.settings"
-            f"{longer}, then give another --run-dir: these responses are complete"
+            f"{first.detail}\n\nNothing was trained. Mend environment.function, environment.settings or its "
+            "limits, then give another --run-dir: these responses are complete"
         )
     what = first.traceback or f"{first.failure}: {first.detail}"
-    limit = "; reward.time_limit_s and reward.memory_limit_mb are its limits" if not first.traceback else ""
     return (
         f"all {len(results)} scores of the first step failed, the first with\n\n{what}\n\n"
-        f"Nothing was trained. Mend the reward function{limit}, then give the same command: the responses "
-        "are kept, and are scored again"
+        "Nothing was trained. Mend the reward function or its limits (reward.time_limit_s, "
+        "reward.memory_limit_mb), then give the same command: the responses are kept, and are scored again"
     )

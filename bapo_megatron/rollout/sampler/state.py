@@ -27,11 +27,6 @@ FORMAT = 3
 """Journal format of a run with an environment; without one it is 1."""
 TEACHER_LOG_PROBS = RESPONSE_COLUMNS["teacher_log_probs_R"].array
 """Array of a ``judged`` record: the teacher's log-probs of all responses, end to end."""
-_PROMPTS_DIFFER = (
-    " (the data, or the model's tokenizer or chat template; or a message of a prompt spells a control token, "
-    "such as <|im_end|>: in a run of an earlier version it became that token, now it is text; or "
-    "environment.settings has tools_in_prompts, with which rows' extra_info.prompt_tools no longer count)"
-)
 
 
 class GroupSummary(NamedTuple):
@@ -223,10 +218,9 @@ class SamplerState:
         for name, ours in self._identity.items():
             theirs = fields["identity"].get(name)
             if theirs != ours and not (name == PROMPTS and theirs is None):
-                what = _PROMPTS_DIFFER if name == PROMPTS else ""
                 raise ConfigError(
-                    f"the run's journal was written with {name}={theirs}, now it is {ours}{what}: continue "
-                    "with the same settings and files, or name another --run-dir"
+                    f"the run's journal was written with {name}={theirs}, now it is {ours}: continue with "
+                    "the same settings, data, tokenizer and chat template, or name another --run-dir"
                 )
         if not self.is_empty:  # otherwise earlier logs, with their steps' groups, were deleted
             self._pass_over(fields["served"] + 1)

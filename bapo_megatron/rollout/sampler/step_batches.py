@@ -14,11 +14,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,6 +35,7 @@ from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_name
 from bapo_megatron.runtime.storage import OldFiles, check_readable, writing
 from bapo_megatron.types import (
     RESPONSE_COLUMNS,
+    ColumnFile,
     FinishReason,
     Group,
     Prompt,
@@ -97,65 +97,34 @@ def read_step(directory: Path, step: int) -> StepBatch:
 
 def read_header(directory: Path, step: int) -> StepHeader:
     """Verify the file of ``step`` and return the header. Raises ConfigError if damaged or compressed."""
-    with _opened(directory, step) as (file, arrays):
-        # First, to reject compressed files: ten megabytes may expand to ten gigabytes.
-        columns = column_file(step_path(directory, step).absolute(), file, arrays.zip)
-        return header_of(_batch(dict(arrays), routes_path(directory, step).absolute()), columns)
+    return header_of(*_uncompressed(directory, step))
 
 
 def read_example(directory: Path, step: int) -> tuple[np.ndarray, list[Rollout]]:
     """Return an example response of ``step`` for display: its prompt's ids and its branches. Picks the first
-    episode with several branches, or the first response with given tokens, or the first one. Reads only the
-    header and the example, and verifies no checksum. Raises ConfigError as ``read_step`` does, for a
-    compressed file, and for a step without responses."""
+    episode with several branches, or the first response with given tokens, or the first one. Raises
+    ConfigError as ``read_header`` does, and for a step without responses."""
+    episodes: list[tuple[np.ndarray, list[Rollout]]] = []
+    for group in _uncompressed(directory, step)[0].groups:
+        for rollout in group.rollouts:
+            if not rollout.branch:
+                episodes.append((group.prompt.token_ids_P, []))
+            episodes[-1][1].append(rollout)
+    if not episodes:
+        raise ConfigError(f"{step_path(directory, step)} has no responses: the step trained on nothing")
+
+    def interest(episode: tuple[np.ndarray, list[Rollout]]) -> tuple[bool, bool]:
+        mask_R = episode[1][0].loss_mask_R
+        return len(episode[1]) > 1, mask_R is not None and not mask_R.all()
+
+    return max(episodes, key=interest)
+
+
+def _uncompressed(directory: Path, step: int) -> tuple[StepBatch, ColumnFile]:
     with _opened(directory, step) as (file, arrays):
-        # First, as in read_header.
-        columns = column_file(step_path(directory, step).absolute(), file, arrays.zip).columns
-        groups = json.loads(arrays["header"].tobytes())["groups"]
-        if not any(group["rollouts"] for group in groups):
-            raise ConfigError(f"{step_path(directory, step)} has no responses: the step trained on nothing")
-        return _example(groups, partial(_values, file, columns))
-
-
-def _example(
-    groups: list[dict[str, Any]], values: Callable[[str, int, int], np.ndarray | None]
-) -> tuple[np.ndarray, list[Rollout]]:
-    """``values``: returns values of an array by name, start and count; None if there is no such array."""
-    prompts = [0, *accumulate(group["prompt"]["token_ids_P"] for group in groups)]
-    listed = [
-        (number, *_with_branch(entry)) for number, group in enumerate(groups) for entry in group["rollouts"]
-    ]
-    starts = [0, *accumulate(length for _, length, *_ in listed)]
-    array = RESPONSE_COLUMNS["loss_mask_R"].array
-    masks = (values(array, starts[place], entry[1]) for place, entry in enumerate(listed))
-    with_observations = (
-        place for place, mask_R in enumerate(masks) if mask_R is not None and not mask_R.all()
-    )
-    first = next((place for place, entry in enumerate(listed[1:]) if entry[4]), None)
-    chosen = next(with_observations, 0) if first is None else first
-    group = listed[chosen][0]
-    rollouts: list[Rollout] = []
-    for place, (_, length, reason, reward, branch, has_prompt) in enumerate(listed[chosen:], chosen):
-        if rollouts and not branch:
-            break
-        columns: dict[str, Any] = {
-            name: values(column.array, starts[place], length) for name, column in RESPONSE_COLUMNS.items()
-        }
-        about: dict[str, Any] = {"finish_reason": reason, "reward": reward, "branch": branch}
-        rollouts.append(Rollout(**columns, **about, has_prompt=has_prompt))
-    ids_P = values(PROMPTS, prompts[group], prompts[group + 1] - prompts[group])
-    assert ids_P is not None, "all step files have it"
-    return ids_P, rollouts
-
-
-def _values(
-    file: BinaryIO, columns: Mapping[str, tuple[int, str]], array: str, start: int, count: int
-) -> np.ndarray | None:
-    if array not in columns:
-        return None
-    offset, dtype = columns[array]
-    file.seek(offset + start * np.dtype(dtype).itemsize)
-    return np.frombuffer(file.read(count * np.dtype(dtype).itemsize), dtype)
+        # First, to reject compressed files: ten megabytes may expand to ten gigabytes.
+        columns = column_file(step_path(directory, step).absolute(), file, arrays.zip)
+        return _batch(dict(arrays), routes_path(directory, step).absolute()), columns
 
 
 @contextmanager

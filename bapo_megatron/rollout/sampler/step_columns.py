@@ -16,7 +16,6 @@ import socket
 import struct
 import time
 import zlib
-from contextlib import suppress
 from io import FileIO
 from itertools import accumulate
 from pathlib import Path
@@ -185,29 +184,19 @@ class StepColumns:
     def _open_problem(self) -> str | None:
         known = self._header.file
         try:
+            # Opening the folder makes an NFS client revalidate its directory cache.
+            os.close(os.open(known.path.parent, os.O_RDONLY | os.O_DIRECTORY))
             file = known.path.open("rb", buffering=0)
-            if (size := os.fstat(file.fileno()).st_size) != known.size:
-                problem = f"the file has {size:,} bytes"
-            elif _tail(file, size) != known.tail:
-                problem = "the file has other content than rank 0 has read"
-            else:
+            size = os.fstat(file.fileno()).st_size
+            if (size, _tail(file, size)) == (known.size, known.tail):
                 self._opened = file
                 return None
             file.close()
-        except FileNotFoundError:
-            problem = "no such file"
-            self._ask_server()
-        except OSError as error:  # a stale handle may recover
-            problem = f"the file cannot be read: {error.strerror}"
-        return problem
-
-    def _ask_server(self) -> None:
-        """Open the folder, which makes an NFS client revalidate its directory cache."""
-        with suppress(OSError):
-            os.close(os.open(self._header.file.path.parent, os.O_RDONLY | os.O_DIRECTORY))
+        except OSError as error:  # not there yet, or a stale handle, which may recover
+            return f"the file cannot be read: {error.strerror}"
+        return f"the file of {size:,} bytes is another than rank 0 has read"
 
     def _values(self, array: str, start: int, count: int) -> np.ndarray:
-        """Return a copy of ``count`` values of an array, from value ``start``."""
         assert self._opened is not None, "open() comes first"
         offset, dtype = self._header.file.columns[array]
         values = np.empty(count, dtype)

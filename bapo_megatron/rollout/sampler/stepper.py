@@ -98,7 +98,6 @@ class Stepper:
             turns.forget(name)
 
     async def _step(self, group: OpenGroup, sample: int) -> None:
-        """Take one step of a response; keep its answer or request a restart."""
         key, response = (group.number, sample), group.responses[sample]
         attempt = response.episode.restarts
         # Stable across kills and unique per attempt: an idempotency key for external effects.

@@ -1,6 +1,6 @@
 """Client of the frozen teacher of on-policy distillation: log-probs of sampled tokens, from SGLang servers.
 
-``GroupTeacher.of_group`` returns a complete group's log-probs, an array per response. They count once they
+``group_log_probs`` returns a complete group's log-probs, an array per response. They count once they
 are in the write-ahead log and go from there into the step file, so a resumed or replayed run does not request
 them again. SGLang returns log-probs of given tokens only at temperature 1: so must ``rollout.temperature``
 be.
@@ -27,6 +27,7 @@ from bapo_megatron.reward.endpoint_client import (
     url_problem,
 )
 from bapo_megatron.rollout.engines.requests import Dataset
+from bapo_megatron.rollout.sampler.branches import Branch
 from bapo_megatron.rollout.sampler.state import OpenGroup
 
 FIELD = "algorithm.distillation"
@@ -134,28 +135,23 @@ class Teacher:
         await asyncio.gather(*(client.close() for client in (*self._servers, *self._tokenizers)))
 
 
-class GroupTeacher:
-    """The teacher's log-probs for a whole group: ``of_group`` asks for all its responses concurrently."""
+async def group_log_probs(teacher: Teacher, ids_P: np.ndarray, group: OpenGroup) -> list[np.ndarray]:
+    """Return the log-probs of each response (each branch, if there are several), float32 [R], in order, asked
+    concurrently. ``ids_P``: the dataset's prompt. Raises RunStopped as ``Teacher`` does."""
 
-    def __init__(self, dataset: Dataset, teacher: Teacher) -> None:
-        self._dataset, self._teacher = dataset, teacher
+    async def of_branch(branch: Branch, ids_R: np.ndarray) -> np.ndarray:
+        if branch.has_prompt and len(ids_P):
+            return await teacher.log_probs(ids_P, ids_R)
+        # No position predicts the first token, which was given, so servers return no log-prob for it.
+        return np.append(np.float32(0), await teacher.log_probs(ids_R[:1], ids_R[1:]))
 
-    async def of_group(self, group: OpenGroup) -> list[np.ndarray]:
-        """Return each response's (each branch's, if there are several) log-probs, float32 [R], in order.
-        Raises RunStopped as ``Teacher`` does."""
-        prompt = self._dataset.prompts[group.index].token_ids_P
-        asked = [
-            (prompt if branch.has_prompt else prompt[:0], branch.of(response.so_far.token_ids_R))
+    return await asyncio.gather(
+        *(
+            of_branch(branch, branch.of(response.so_far.token_ids_R))
             for response in group.responses
             for branch in response.tree.branches
-        ]
-        return await asyncio.gather(*(self._of_branch(*arguments) for arguments in asked))
-
-    async def _of_branch(self, prompt: np.ndarray, ids_R: np.ndarray) -> np.ndarray:
-        if len(prompt):
-            return await self._teacher.log_probs(prompt, ids_R)
-        # No position predicts the first token, which was given, so servers return no log-prob for it.
-        return np.append(np.float32(0), await self._teacher.log_probs(ids_R[:1], ids_R[1:]))
+        )
+    )
 
 
 def check_teacher(config: RunConfig) -> None:

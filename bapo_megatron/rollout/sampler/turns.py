@@ -8,17 +8,15 @@ prompt source, or one for all sources.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from bapo_megatron.config import EnvironmentConfig, RunConfig
-from bapo_megatron.config.validation import environment_field
 from bapo_megatron.data.prompts import Tools
 from bapo_megatron.environment import Context, SampledTurn, Task, Turn
 from bapo_megatron.environment.conversation_tokens import ConversationTokens, RepeatedTurn
@@ -282,7 +280,7 @@ def check_environments(config: RunConfig, tokenizer: Any, begun: bool = False) -
     ``check_environment`` does, naming the source's field."""
     tools: dict[str, Tools] = {}
     for source, environment in _distinct(config.environments).items():
-        with _naming_field_of(source, config):
+        with _naming(source, config):
             tools[source] = check_environment(environment, config.model.hf_path, tokenizer, begun)
     return _for_all_sources(tools, config.environments)
 
@@ -328,7 +326,7 @@ async def open_environments(
     tokenizing, logs_dir = asyncio.Lock(), config.paths.agent_logs
     started: dict[str, Stepping | None] = {}
     for source, environment in _distinct(config.environments).items():
-        with _naming_field_of(source, config):
+        with _naming(source, config):
             made = await open_environment(
                 environment, config.model.hf_path, tokenizer, report, opened, logs_dir
             )
@@ -354,18 +352,10 @@ def _for_all_sources(values: Mapping[str, T], environments: Mapping[str, Environ
     }
 
 
-_NAMES = "|".join(one.name for one in fields(EnvironmentConfig))
-_FIELD = re.compile(rf"(?<![\w.\]])environment\.(?=({_NAMES})\b)")
-"""Prefix of an ``environment.`` field name in a message."""
-
-
 @contextmanager
-def _naming_field_of(source: str, config: RunConfig) -> Iterator[None]:
-    """Make an environment's ConfigError name the source's own fields, if it has an environment section."""
-    owners = {owner.name for owner in config.data.sources if owner.environment is not None}
+def _naming(source: str, config: RunConfig) -> Iterator[None]:
+    """Make an environment's ConfigError name its source, if the run has several sources."""
     try:
         yield
     except ConfigError as error:
-        if source not in owners:
-            raise
-        raise ConfigError(_FIELD.sub(f"{environment_field(source)}.", str(error))) from error
+        raise ConfigError(f"source {source}: {error}" if config.data.sources else str(error)) from error

@@ -90,8 +90,6 @@ class WriteAheadLog:
 def encode(record: Record, magic: bytes = _LAST) -> list[bytes | memoryview]:
     """Return the bytes of a record in parts, without copying contiguous arrays."""
     kind = record.kind.encode("ascii")
-    if not 0 < len(kind) <= 16:
-        raise ValueError(f"kind {record.kind!r} must have 1 to 16 characters")
     layout = [(name, array.dtype.str, array.shape) for name, array in record.arrays.items()]
     text = json.dumps({"fields": record.fields, "arrays": layout}).encode()
     data = [np.ascontiguousarray(array).data for array in record.arrays.values() if array.size]

@@ -22,10 +22,9 @@ from bapo_megatron.config import (
     RewardConfig,
     RunConfig,
     SglangConfig,
-    load_recipe,
 )
 from bapo_megatron.data.problem_sets import Suite, load_suite
-from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped
+from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.evaluation import run as evaluation_run
 from bapo_megatron.evaluation.command import results_text
 from bapo_megatron.evaluation.options import EvalOptions
@@ -33,17 +32,15 @@ from bapo_megatron.evaluation.responses import (
     FORMAT,
     RESPONSES,
     SETTINGS,
-    SUMMARY,
     open_folder,
     read_responses,
 )
 from bapo_megatron.evaluation.run import evaluate, find_checkpoint, hf_model, model_digest, output_of
 from bapo_megatron.evaluation.scoring import ScoredResponse
 from bapo_megatron.evaluation.suite_task import SuiteTask, open_task
-from bapo_megatron.evaluation.unjudged import score_again, scored_now, unjudged_responses
+from bapo_megatron.evaluation.unjudged import scored_now, unjudged_responses
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.hf.weight_files import INDEX
-from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.trainer.suites import load_suites
 from bapo_megatron.types import Prompt
 from checkpoints_tools.formats.locate import Format
@@ -186,19 +183,16 @@ def test_a_torn_line_is_cut_and_its_response_missing(tmp_path: Path, monkeypatch
     assert len(places(1)) == 2
 
 
-def refused(folder: Path, about: dict[str, Any], says: str) -> str:
-    with pytest.raises(ConfigError, match=says) as raised, open_folder(folder, about):
+def refused(folder: Path, about: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says), open_folder(folder, about):
         pass
-    return str(raised.value)
 
 
 def test_other_settings_are_refused_and_more_samples_and_another_release_are_not(tmp_path: Path) -> None:
     with open_folder(tmp_path, {**settings(), "code_version": "0.1"}):
         refused(tmp_path, settings(), "another process")
-    said = refused(tmp_path, settings(temperature=0.5), r"sampling\.temperature: 1\.0 then, 0\.5 now")
-    assert "sha256" not in said
-    other = {**settings(), "model": {"checkpoint": "/models/m", "sha256": "3"}}
-    refused(tmp_path, other, r"'2' then, '3' now\n\(model\.sha256 is of .* the model /models/m was changed")
+    refused(tmp_path, settings(temperature=0.5), r"sampling\.temperature: 1\.0 then, 0\.5 now")
+    refused(tmp_path, {**settings(), "model": {"checkpoint": "m", "sha256": "3"}}, "'2' then, '3' now")
     with open_folder(tmp_path, {**settings(samples=4), "code_version": "0.2"}):
         found = json.loads((tmp_path / SETTINGS).read_text())
         assert (found["samples"], found["code_version"]) == (4, "0.2")
@@ -218,22 +212,6 @@ def test_responses_that_could_not_be_scored_are_scored_again_by_their_texts(tmp_
         assert (left.problem, text) == (2, "\\boxed{1} \U0001f600\n")
 
 
-def test_without_a_judge_responses_stay_unjudged_and_the_evaluation_ends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def refuse(_pool: RewardPool) -> None:
-        raise RunStopped("the judge does not answer")
-
-    monkeypatch.setattr(RewardPool, "start", refuse)
-    with open_folder(tmp_path, settings()) as log:
-        log.append_all([{**row(0, 0, False), "failure": "died"}])
-        unjudged, prompts = unjudged_responses(log.path, 1), [Prompt(0, np.array([1]), "1", "t")]
-        config = load_recipe(MODEL.parents[1] / "demo_cpu.py", RunConfig)
-        score_again("s", unjudged, prompts, config, log, lambda **_: None)
-        assert unjudged_responses(log.path, 1) == unjudged
-    assert "s: 1 responses are not scored again: the judge does not answer" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("function", [None, "package.module:Environment"])
 def test_what_is_rescored(function: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is scored again, and sampled again if an environment had answered it, which gave the reward."""
@@ -250,25 +228,6 @@ def test_what_is_rescored(function: str | None, tmp_path: Path, capsys: pytest.C
             assert len(task.unjudged) == (function is None)
 
 
-@pytest.mark.parametrize("name", [RESPONSES, SUMMARY])
-def test_files_that_no_evaluation_wrote_stay(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("mine, without an end of line")
-    with (
-        pytest.raises(ConfigError, match=rf"holds {name} without {SETTINGS}: .*name another --output"),
-        open_folder(tmp_path, settings()),
-    ):
-        pass
-    assert (tmp_path / name).read_text() == "mine, without an end of line"
-    assert not (tmp_path / SETTINGS).exists()
-
-
-@pytest.mark.parametrize("line", ['{"problem": 1}', "{half"])
-def test_a_line_that_is_no_response(tmp_path: Path, line: str) -> None:
-    (tmp_path / RESPONSES).write_text(f"{line}\n")
-    with pytest.raises(ConfigError, match="line 1 is not a response"):
-        read_responses(tmp_path / RESPONSES, 1)
-
-
 def test_a_checkpoint_of_megatron_becomes_the_same_model(tmp_path: Path) -> None:
     to_megatron(MODEL, tmp_path / "converted")
     location = find_checkpoint(tmp_path / "converted", "latest")
@@ -282,10 +241,8 @@ def test_a_checkpoint_of_megatron_becomes_the_same_model(tmp_path: Path) -> None
     assert hf_model(location, None, tmp_path / "out") == model
     assert (model.folder / weights).stat().st_mtime_ns == stamp, "it was not made again"
     (tmp_path / "converted").rename(tmp_path / "moved")
-    for made_of in (".*converted", "an unknown checkpoint"):
-        with pytest.raises(ConfigError, match=f"was made of {made_of}.*give another --output"):
-            hf_model(find_checkpoint(tmp_path / "moved", "latest"), None, tmp_path / "out")
-        (tmp_path / "out/model.json").unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match="was made of .*converted.*give another --output"):
+        hf_model(find_checkpoint(tmp_path / "moved", "latest"), None, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "journal", "checkpoints", ".lock"])
@@ -343,13 +300,9 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
     [
         ({"suite": ","}, "names nothing"),
         ({"suite": "a,a"}, "twice"),
-        ({"samples": 0}, "samples=0"),
         ({"pass_at": (0,)}, "pass_at=0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": 0.0}, "set samples=1"),
-        ({"seed": -1}, "seed=-1"),
-        ({"judge_limit_s": 0.0}, "judge_limit_s"),
         ({"engine": "sglang", "sglang": SglangConfig(python=Path("/no/python"))}, "make sglang"),
         ({"max_response_tokens": 10**6}, "--max-response-tokens"),
     ],

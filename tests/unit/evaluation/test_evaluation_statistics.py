@@ -180,9 +180,8 @@ def test_examples_of_first_problems(tmp_path: Path, suite: Path, capsys: pytest.
     assert capsys.readouterr().out.endswith(f"\n{FIRST}")
     assert run(command) == 0
     assert "problem 0" not in capsys.readouterr().out
-    for flags, says in ((["-1"], "examples=-1"), (["1", "--json"], "leave --json")):
-        assert run([*command, "--examples", *flags]) == 2
-        assert says in capsys.readouterr().err
+    assert run([*command, "--examples", "-1"]) == 2
+    assert "examples=-1" in capsys.readouterr().err
 
 
 def test_a_text_is_one_line_however_long_and_whatever_it_holds(tmp_path: Path, suite: Path) -> None:
@@ -198,16 +197,6 @@ def test_a_text_is_one_line_however_long_and_whatever_it_holds(tmp_path: Path, s
 
 def test_a_suite_that_is_not_what_was_asked(tmp_path: Path, suite: Path) -> None:
     a, b = both(tmp_path, suite)
-    content = suite.read_text()
-    suite.write_text(content + "\n")
-    with pytest.raises(ConfigError, match="data.jsonl has changed since .*a/sums was asked from it"):
-        examples_text(a, b, 1)
-    suite.unlink()
-    with pytest.raises(ConfigError, match="data.jsonl, which .*a/sums was asked from, is gone"):
-        examples_text(a, b, 1)
-    summary = a / "sums/summary.json"
-    about = json.loads(summary.read_text())
-    del about["suite"]["path"]
-    summary.write_text(json.dumps(about))
-    with pytest.raises(ConfigError, match="an earlier version wrote it; run `bapo eval` again"):
+    suite.write_text(suite.read_text() + "\n")
+    with pytest.raises(ConfigError, match="data.jsonl is gone or has changed since .*a/sums was asked"):
         examples_text(a, b, 1)

@@ -13,13 +13,11 @@ from bapo_megatron.algo.advantages import dr_grpo
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import samples_of
 from bapo_megatron.reward.pool import RewardResult
-from bapo_megatron.rollout.sampler import turns
 from bapo_megatron.rollout.sampler.branches import NOTHING, PROMPT, Branch, Tree
 from bapo_megatron.rollout.sampler.response import (
     Response,
     Sampling,
     Tokens,
-    branch_ids,
     given,
     needs,
     next_request,
@@ -83,27 +81,6 @@ def test_draws_depend_on_the_conversation_and_not_on_the_order() -> None:
     repeated = asked(turn(asked(turn(Response(), STOP), 50, after=NOTHING), STOP), 50, after=NOTHING)
     request = next_request(repeated, Tokens(4), SAMPLING, PROMPT_ROW, "r", 5)
     assert request.params.seed != seeds(50)[50], "a question that is repeated has a second answer"
-
-
-def test_a_long_conversation_is_compared_once_with_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest beginning comes first: else each of 50 turns would be compared at each of 50 requests."""
-    response, asks = turn(Response(), 1, STOP), 0
-    for _ in range(49):
-        response = turn(asked(response, 60), 2, STOP)
-
-    def counted(*what: Any) -> np.ndarray:
-        nonlocal asks
-        asks += 1
-        return branch_ids(*what)
-
-    monkeypatch.setattr(turns, "branch_ids", counted)
-    sampled = range(0, 99, 2)
-    ids = np.append(branch_ids(response, response.branch, PROMPT_ROW), np.int32(70))
-    found = turns._placed(ids, PROMPT_ROW, response, sampled, 98)
-    assert (found.ids.tolist(), found.context, found.after, found.rewritten) == ([70], 149, None, False)
-    assert asks == 1
-    other = turns._placed(ids[:10], PROMPT_ROW, response, sampled, 98)
-    assert (other.ids.tolist(), other.context, other.after, other.rewritten) == ([60, 2, STOP], 5, 2, True)
 
 
 def test_the_penalty_for_length_is_that_of_the_longest_branch() -> None:

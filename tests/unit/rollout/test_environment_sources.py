@@ -23,7 +23,7 @@ from bapo_megatron.types import Prompt
 from tests.support.chat_templates import demo_tokenizer
 from tests.support.episodes import EpisodeWorld, HereSteps, check_cuts, run, step_of
 from tests.support.responses import rows_of
-from tests.support.sampling import EOS, Letters, until
+from tests.support.sampling import EOS, Letters
 
 CLASS = "tests.support.environments:Async"
 SOURCES = ("long", "plain", "short")
@@ -99,26 +99,6 @@ def test_the_journal_of_a_mixture_may_be_cut_anywhere(
     check_cuts(MixedWorld, tmp_path, rows_of, monkeypatch)
 
 
-@pytest.mark.virtual_time
-async def test_a_kill_between_turns_asks_each_environment_again(tmp_path: Path) -> None:
-    """The environment of `short` never answers before the kill, that of `long` has."""
-    world = MixedWorld(tmp_path)
-    world.others.gate.clear()
-    async with world.sampling(rounds=False):
-        await until(lambda: ("0-0-0", "end") in world.steps.asked and len(world.others.asked) == 4)
-        world.kill()
-    again = MixedWorld(tmp_path)
-    batch = await step_of(again)
-    short = [
-        rows
-        for rows, group in zip(rows_of(batch), batch.groups, strict=True)
-        if group.prompt.source == "short"
-    ]
-    assert [row.reason for rows in short for row in rows] == ["turns"] * 4
-    assert {name for name, _ in again.others.asked} == {name for name, _ in world.others.asked}
-    assert not {name for name, _ in again.others.asked} & {name for name, _ in again.steps.asked}
-
-
 def test_the_identity_is_as_before_where_all_sources_have_one_environment() -> None:
     def of(*own: EnvironmentConfig | None, run_s: EnvironmentConfig = OWN["plain"]) -> dict[str, Any]:
         named = tuple(SourceConfig(Path(f"{n}.jsonl"), environment=one) for n, one in enumerate(own))
@@ -185,27 +165,9 @@ async def test_equal_environments_share_their_workers() -> None:
         assert found["one"].tokenizing is found["four"].tokenizing, "a tokenizer is asked by one thread"
 
 
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        (
-            EnvironmentConfig("tests.support.environments:Missing"),
-            r"data\.sources\[two\]\.environment\.function=\S+: tests.support.environments has no class",
-        ),
-        (EnvironmentConfig(CLASS), r"^data\.sources\[two\]\.environment\.function: stops has '</call>'"),
-        (
-            EnvironmentConfig(CLASS, python=Path("/nowhere")),
-            r"^data\.sources\[two\]\.environment\.python=/nowhere is not a program",
-        ),
-    ],
-)
-def test_a_wrong_environment_of_a_source_is_named(own: EnvironmentConfig, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_environments(config_of(one=None, two=own), demo_tokenizer())
-
-
-def test_a_wrong_environment_of_the_run_is_named_as_that() -> None:
-    config = config_of(one=EnvironmentConfig(), two=None)
-    wrong = dataclasses.replace(config, environment=EnvironmentConfig(CLASS))
-    with pytest.raises(ConfigError, match=r"^environment\.function: stops has '</call>'"):
-        check_environments(wrong, demo_tokenizer())
+@pytest.mark.parametrize("of_run", [False, True])
+def test_a_wrong_environment_is_named_with_its_source(of_run: bool) -> None:
+    wrong = EnvironmentConfig(CLASS)
+    config = config_of(one=EnvironmentConfig(), two=None if of_run else wrong)
+    with pytest.raises(ConfigError, match=r"^source two: environment\.function: stops has '</call>'"):
+        check_environments(dataclasses.replace(config, environment=wrong), demo_tokenizer())

@@ -23,14 +23,13 @@ from bapo_megatron.rollout.sampler.events import (
     Given,
     answers_given,
     groups_opened,
-    response_restarted,
     weights_loaded,
 )
-from bapo_megatron.rollout.sampler.response import Episode, Response, given
+from bapo_megatron.rollout.sampler.response import Response
 from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.rollout.sampler.stepper import Restart
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, WriteAheadLog, read_records
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import GIVEN, Prompt
 from tests.support import accounts
 from tests.support.environments import Async
@@ -195,6 +194,8 @@ async def test_an_answer_that_shares_a_commit_is_in_the_journal(tmp_path: Path, 
             replayed = accounts.state_of(world.journal, world.dataset.prompts, 2)
             assert told(replayed) == told(state)
             kept = (0, 1) if other == "dropped" else (0, 1, 2)
+            assert (2 in replayed.open) == (2 in kept), "an answer opens no dropped group again"
+            assert ("2-0-0" in world.steps.forgotten) == (2 not in kept)
             assert [replayed.open[one].responses[0].episode.rewards for one in kept] == [(0.5,)] * len(kept)
             before = list(world.steps.asked)
             world.kill()
@@ -394,48 +395,3 @@ async def test_in_rounds_the_next_turns_go_out_together(tmp_path: Path) -> None:
     assert [len(times) for times in turns_of] == [6, 6, 3]
     assert [len(set(times)) for times in turns_of] == [1, 1, 1]
     assert turns_of[1][0] - turns_of[0][0] >= 7.0, "the slowest step"
-
-
-def test_an_answer_survives_its_record(tmp_path: Path) -> None:
-    state = state_of_one()
-    said = answer(20, 21, text="é\n", reward=0.25, note=[1], metrics={"calls": 1.0}, seconds=0.5)
-    WriteAheadLog(tmp_path / "log").write([answers_given([Given(state.open[0], 0, 3, 0, said)])])
-    (record,) = read_records(tmp_path / "log")
-    assert isinstance(record, Record)
-    expected = given(state.open[0].responses[0], said)
-    state.apply(record)
-    found = state.open[0].responses[0]
-    assert found.episode == expected.episode
-    assert found.so_far.token_ids_R.tolist() == [1, 2, STOP, 20, 21]
-    assert found.so_far.loss_mask_R is not None
-    assert found.so_far.loss_mask_R.tolist() == [True, True, True, False, False]
-
-
-def test_tokens_of_a_response_that_began_again_are_counted_as_dropped() -> None:
-    state = state_of_one()
-    state.tokens["sampled"] = 3
-    state.apply(response_restarted(state.open[0], 0, "why"))
-    assert state.open[0].responses[0].episode == Episode(restarts=1)
-    assert state.tokens["dropped_restarted"] == 3
-    state.apply(Record("restarted", {"number": 17, "sample": 0, "why": ""}, {}))  # of a dropped group
-
-
-async def test_an_answer_does_not_open_a_dropped_group_again(tmp_path: Path) -> None:
-    """The drop and the answer are in one commit."""
-    world = EpisodeWorld(tmp_path, counting)
-    world.steps.gate.clear()
-    async with world.sampling(rounds=False):
-        await until(lambda: len(world.steps.asked) == 6)
-        loop, group = world.sampler._loop, world.sampler._state.open[1]
-        assert loop._stepper is not None
-        loop._stepper._answers.append(Given(group, 0, 6, 0, answer(91, 93, text="")))
-        assert loop._drop(group, "refused")
-        await until(lambda: 1 not in world.sampler._state.open)
-        assert "1-0-0" in world.steps.forgotten
-        assert not [key for key in loop._stepper._running if key[0] == 1]
-        world.steps.gate.set()
-        await world.batch(1)
-        assert 1 not in world.sampler._state.open
-    state = accounts.state_of(world.journal, world.dataset.prompts, 2)
-    assert 1 not in state.open
-    assert 1 not in state.finished

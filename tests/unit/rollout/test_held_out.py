@@ -250,39 +250,6 @@ async def test_an_evaluation_uses_half_of_the_capacity(tmp_path: Path) -> None:
         assert at_once == 2
 
 
-def test_in_rounds_the_turns_of_an_evaluation_are_always_the_same_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long each step takes, and in whatever order: an engine's last bits depend on its batch."""
-
-    async def batches(folder: Path, waits: list[float], rounds: bool, most: int) -> list[list[str]]:
-        """The ids of the requests that came at the same time, in their order."""
-        made = EpisodeWorld(folder, lambda _, sample, turn: "end" if turn == 1 + sample else "a")
-        settings = EvaluationConfig(2, ("easy",), 2)
-        made.config = dataclasses.replace(made.config, evaluation=settings)
-        left = iter(waits * 10)
-        made.steps.wait_s = lambda: next(left)
-        asked: dict[float, list[str]] = {}
-        clock = asyncio.get_running_loop().time
-        made.engines[0].trouble = lambda one: asked.setdefault(clock(), []).append(one.request_id)
-        async with made.sampling(rounds=True, most=most):
-            of = HeldOut(made.config, SUITES, made.dataset, made.pool, made.score, made.environments, rounds)
-            assert await evaluated(of, 2) is not None
-        return [found for ids in asked.values() if (found := [one for one in ids if one.startswith("eval")])]
-
-    def found(name: str, waits: list[float], rounds: bool = True, most: int = 100) -> list[list[str]]:
-        return run_virtually(batches(tmp_path / name, waits, rounds, most), None, monkeypatch)
-
-    slow_first, slow_last = [0.7, 0.3, 0.1, 0.4, 0.5, 0.2], [0.1, 0.1, 0.2, 0.4, 0.3, 0.9]
-    once = found("once", slow_first)
-    assert [len(batch) for batch in once] == [6, 6, 6, 3], "a, a, end and its stop; or a, end, its stop"
-    assert found("again", slow_last) == once
-    assert found("freely", slow_first, rounds=False) != found("freely again", slow_last, rounds=False)
-    waves = found("waves", slow_first, most=8)
-    assert [len(batch) for batch in waves] == [4, 4, 4, 2, 2, 2, 2, 1]
-    assert found("waves again", slow_last, most=8) == waves
-
-
 def test_an_evaluation_has_the_runs_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its responses have turns, its environment's rewards are the scores, and nothing given is a length."""
     say = lambda prompt, sample, turn: "end" if turn == 1 + sample else ("raise" if prompt == 5 else "a")  # noqa: E731

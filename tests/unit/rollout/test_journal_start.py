@@ -111,21 +111,12 @@ def test_the_records_by_hand() -> None:
     assert begun.message == "the dataset begins at its start: seed is 2, and was 1"
     within = {**OURS, "environment.function": "a:B", "rollout.group_size": "2 episodes of an environment"}
     assert journal_start({**STATE, FORKED: None}, within, 2).state.fields["taken"] == 9
+    repeated = journal_start({**STATE, FORKED: None}, OURS, 1)  # of a run that was killed and repeated step 2
+    fields = repeated.state.fields
+    assert (fields["served"], fields["weights_step"]) == (1, 1)
+    assert fields["step_of"] == fields["first_step_of"] == [[0, 0], [4, 1]]
+    older = {name: value for name, value in STATE.items() if name != OUTSTANDING}
+    assert journal_start(older, OURS, 2).opened == []
     lost = journal_start(STATE, OURS, 2)
     assert lost.state.fields["trained"] == STATE["trained"]
     assert lost.kind == "journal_missing"
-
-
-def test_skipped_prompts_are_reported() -> None:
-    """A checkpoint without the list, and one of a run that had repeated steps after a kill."""
-    older = {name: value for name, value in STATE.items() if name != OUTSTANDING}
-    found = journal_start({**older, FORKED: None}, OURS, 2)
-    assert found.opened == []
-    assert (
-        "the prompts of unfinished groups are skipped: this checkpoint of an earlier version" in found.message
-    )
-    found = journal_start({**STATE, FORKED: None}, OURS, 1)
-    assert found.message.endswith("those that it had sampled for the steps 2 to 2 are skipped")
-    fields = found.state.fields
-    assert (fields["served"], fields["weights_step"]) == (1, 1)
-    assert fields["step_of"] == fields["first_step_of"] == [[0, 0], [4, 1]]

@@ -114,12 +114,6 @@ def test_array_bytes_that_look_like_a_record_are_not_one(tmp_path: Path) -> None
     assert found.kind == "outer"
 
 
-@pytest.mark.parametrize("kind", ["", "a kind that is far too long"])
-def test_a_kind_has_at_most_16_characters(kind: str) -> None:
-    with pytest.raises(ValueError, match="1 to 16 characters"):
-        encode(Record(kind, {}, {}))
-
-
 def test_a_disk_that_takes_a_commit_in_pieces_gets_every_byte_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.response import (
+    STEP,
     Answer,
     Response,
     Sampling,
@@ -23,12 +24,10 @@ from bapo_megatron.rollout.sampler.response import (
 from bapo_megatron.rollout.sampler.scoring import judged_prompt
 from bapo_megatron.types import RESPONSE_COLUMNS, Prompt, ResponseTokens
 from tests.support.pages import ROOT
-from tests.support.responses import segment
+from tests.support.responses import answer, segment, turn
 
 STOP = 9
 SAMPLING = Sampling(0.5, 10, 7, (STOP, 11), segment_tokens=4)
-WITHIN = dataclasses.replace(SAMPLING, max_response_tokens=12, in_environment=True)
-PROMPT = Prompt(3, np.array([100, 101], np.int32), "", "test")
 
 
 def response(*segments: ResponseTokens, complete: bool = False) -> Response:
@@ -82,6 +81,18 @@ def test_the_finish_rule(
     assert finish_reason_of(before, segment(*ids), within) == in_environment
 
 
+def test_what_an_episode_sums_up() -> None:
+    waiting = turn(Response(), 1, STOP)
+    assert needs(waiting, SAMPLING, budget=0) is STEP, "a step needs no budget"
+    again = given(waiting, answer(20, text="seen", reward=0.5, note={"a": 1}, metrics={"calls": 1}))
+    last = answer(finish_reason="stop", reward=1.0, metrics={"calls": 2, "wins": 1})
+    episode = given(turn(again, 4, STOP), last).episode
+    assert (episode.rewards, episode.reward, episode.metrics) == ((0.5, 1.0), 1.5, {"calls": 3, "wins": 1})
+    assert episode.note == {"a": 1}, "the last that was given"
+    assert (episode.sampled_turns, episode.steps, episode.given_tokens) == (2, 2, 1)
+    assert again.tokens_by_version == {1: 2}, "no policy sampled what was given"
+
+
 @pytest.mark.parametrize("special", [False, True])
 def test_the_tags_of_a_thinking_part_are_text_though_a_tokenizer_calls_them_special(special: bool) -> None:
     """As after `add_special_tokens` before an SFT. Without them a box in the thoughts would be an answer."""
@@ -113,8 +124,8 @@ def test_the_turns_before_the_one_that_is_judged() -> None:
 
     opened = Prompt(0, ids("1+1=<think>").token_ids_R, "", "test", opens_thinking=True)
     episode = Response()
-    for turn, said in (("Hm.<|im_end|>", "5"), ("7<|im_end|>", "8"), ("9<|im_end|>", None)):
-        episode = continued(episode, ids(turn), "turn" if said else "stop")
+    for text, said in (("Hm.<|im_end|>", "5"), ("7<|im_end|>", "8"), ("9<|im_end|>", None)):
+        episode = continued(episode, ids(text), "turn" if said else "stop")
         if said:
             episode = given(episode, Answer(ids(f"<|im_start|>{said}\n").token_ids_R, said))
     found = judged_prompt(tokenizer, opened, episode)

@@ -32,7 +32,14 @@ def prepare(settings: dict[str, Any]) -> Prepared:
                 os._exit(9)
     if settings.get("problem"):
         raise ConfigError(settings["problem"])
-    return Prepared(FUNCTIONS, settings.get("memory_mb", 4096), ["a note"])
+    functions = {"plain": plain} if settings.get("plain") else FUNCTIONS
+    return Prepared(functions, settings.get("memory_mb", 4096), ["a note"])
+
+
+def plain(seconds: float) -> int:
+    """Hold the process so long."""
+    time.sleep(seconds)
+    return os.getpid()
 
 
 async def meet(count: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from bapo_megatron.config import (
     RewardConfig,
     RunConfig,
     SglangConfig,
+    load_recipe,
 )
 from bapo_megatron.data.problem_sets import Suite, load_suite
 from bapo_megatron.errors import CheckpointError, ConfigError
@@ -38,7 +38,7 @@ from bapo_megatron.evaluation.responses import (
 from bapo_megatron.evaluation.run import evaluate, find_checkpoint, hf_model, model_digest, output_of
 from bapo_megatron.evaluation.scoring import ScoredResponse
 from bapo_megatron.evaluation.suite_task import SuiteTask, open_task
-from bapo_megatron.evaluation.unjudged import scored_now, unjudged_responses
+from bapo_megatron.evaluation.unjudged import score_again, unjudged_responses
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.trainer.suites import load_suites
@@ -198,14 +198,29 @@ def test_other_settings_are_refused_and_more_samples_and_another_release_are_not
         assert (found["samples"], found["code_version"]) == (4, "0.2")
 
 
-def test_responses_that_could_not_be_scored_are_scored_again_by_their_texts(tmp_path: Path) -> None:
+class Pool(Equal):
+    """In place of the pool of rewards."""
+
+    def __init__(self, *_of: object) -> None: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def test_responses_that_could_not_be_scored_are_scored_again_by_their_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each that is scored now has another row, which counts; one that fails again stays as it was."""
+    monkeypatch.setattr("bapo_megatron.evaluation.unjudged.RewardPool", Pool)
+    config = load_recipe(MODEL.parents[1] / "demo_cpu.py", RunConfig)
     prompts = [Prompt(n, np.array([1]), truth, "t") for n, truth in enumerate(("1", "2", "broken"))]
     with open_folder(tmp_path, settings()) as log:
         log.append_all([row(0, 0, False), *({**row(n, 0, False), "failure": "died"} for n in range(3))])
         unjudged = unjudged_responses(log.path, 1)
         assert [(one.problem, one.failure) for one, _ in unjudged] == [(n, "died") for n in range(3)]
-        assert asyncio.run(scored_now(unjudged, prompts, Equal(), 1.0, log)) == 2
+        score_again("s", unjudged, prompts, config, log, lambda *_, **__: None)
+        assert capsys.readouterr().out == "s: 2 of 3 could be scored now\n"
         found = [(one.correct, one.failure) for one in read_responses(log.path, 1)]
         assert found == [(True, None), (False, None), (False, "died")]  # the box in all texts is 1
         [(left, text)] = unjudged_responses(log.path, 1)

@@ -64,6 +64,7 @@ def test_an_answer_to_what_was_lost_to_damage_is_not_applied(
 ) -> None:
     state = state_of_one()
     state.apply(answers_given([Given(state.open[0], 0, start, attempt, answer(20, text="x"))]))
+    state.apply(Record("restarted", {"number": 17, "sample": 0, "why": ""}, {}))  # of a dropped one
     assert (state.open[0].responses[0].tokens == 4) == is_applied
 
 

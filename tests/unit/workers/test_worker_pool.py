@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron.workers import process
 from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
 from bapo_megatron.workers.process import WorkerProgram
 
@@ -146,6 +147,15 @@ async def test_a_call_that_holds_its_worker_costs_the_others_nothing(tmp_path: P
     assert sorted(lines[4:]) == ["a 1", "b 1", "blocker 1", "blocker 1", "c 1"], "suspects run alone"
 
 
+async def test_a_plain_function_past_its_time_costs_itself() -> None:
+    """The next call of its worker is not sent before: it is neither late nor suspect."""
+    async with pooling(plain=True) as pool:
+        slow = pool.call(kind("plain", 1.0, repeatable=False), 1000)
+        slow, quick = await together([slow, pool.call(kind("plain", repeatable=False), 0)])
+    assert str(slow) == "plain: time: no answer within 1 s"
+    assert isinstance(quick, int)
+
+
 async def test_five_in_flight_one_of_which_kills(tmp_path: Path) -> None:
     """All are asked again alone; the killer kills two workers of its own, and has failed."""
     file = tmp_path / "notes"
@@ -203,6 +213,15 @@ async def test_the_last_answer_is_read_where_the_end_is_seen_first() -> None:
         asyncio.get_running_loop().remove_reader(worker._output)
         found = await pool.call(kind("answer_and_die", repeatable=False), "last")
     assert found == "last"
+
+
+async def test_what_is_no_json_neither_ends_nor_holds_up_a_worker() -> None:
+    """A question is the caller's mistake; in an answer, a RecursionError would be lost in the event loop."""
+    async with pooling() as pool:
+        with pytest.raises(TypeError, match="set is not JSON serializable"):
+            await pool.call(kind("count"), {1})
+        assert (await pool.call(kind("count"), "a"))[1] == 1
+    assert process._message(b'{"id": 1, "answer": ' + 100_000 * b"[") is None
 
 
 async def test_no_answer_is_lost_or_given_to_another() -> None:

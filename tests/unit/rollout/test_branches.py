@@ -13,11 +13,13 @@ from bapo_megatron.algo.advantages import dr_grpo
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import samples_of
 from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.rollout.sampler import turns
 from bapo_megatron.rollout.sampler.branches import NOTHING, PROMPT, Branch, Tree
 from bapo_megatron.rollout.sampler.response import (
     Response,
     Sampling,
     Tokens,
+    branch_ids,
     given,
     needs,
     next_request,
@@ -81,6 +83,14 @@ def test_draws_depend_on_the_conversation_and_not_on_the_order() -> None:
     repeated = asked(turn(asked(turn(Response(), STOP), 50, after=NOTHING), STOP), 50, after=NOTHING)
     request = next_request(repeated, Tokens(4), SAMPLING, PROMPT_ROW, "r", 5)
     assert request.params.seed != seeds(50)[50], "a question that is repeated has a second answer"
+
+
+def test_a_conversation_that_leaves_a_turn_out_is_rewritten() -> None:
+    response = turn(asked(turn(Response(), 1, STOP), 60), 2, STOP)
+    ids = np.append(branch_ids(response, response.branch, PROMPT_ROW), np.int32(70))
+    for count, expected in ((len(ids), ([70], None, False)), (5, ([60], 0, True))):
+        found = turns._placed(ids[:count], PROMPT_ROW, response, (0, 2), 2)
+        assert (found.ids.tolist(), found.after, found.rewritten) == expected
 
 
 def test_the_penalty_for_length_is_that_of_the_longest_branch() -> None:

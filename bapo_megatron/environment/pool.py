@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -136,10 +135,8 @@ class EnvironmentPool:
         name = question.task.episode
         if self._left_s(question) <= 0:
             self.forget(name)
-            limit = self._config.episode_limit_s
-            return StepResult(
-                failure="time", detail=f"its steps took environment.episode_limit_s={limit:g} s"
-            )
+            took = f"its steps took environment.episode_limit_s={self._config.episode_limit_s:g} s"
+            return StepResult(failure="time", detail=took)
         is_held = False
         try:
             answer = await self._held_step(question) if name in self._held else None
@@ -196,7 +193,6 @@ class EnvironmentPool:
         return None if "missing" in answer else answer
 
     async def _resumed(self, question: Question) -> dict[str, Any]:
-        """Return the reply of a new object after resuming the episode. Raises CallFailed."""
         turns = await asyncio.to_thread(question.turns)
         lines = [[turn.kind, *SampledTurn.as_json(turn.text)] for turn in turns]
         asked = {"task": asdict(question.task), "turns": lines, "note": question.note}
@@ -251,11 +247,8 @@ def read_traits(config: EnvironmentConfig, limit_s: float = START_LIMIT_S) -> Tr
     try:
         answer = child.ask(program.settings, limit_s)
     except ChildError as error:
-        of = "" if config.python is None else f" in environment.python={config.python}"
-        raise ConfigError(
-            f"environment.function={config.function}: its worker did not start{of}: {error}; its own "
-            "messages are above"
-        ) from error
+        asked = f"environment.function={config.function}, environment.python={config.python}"
+        raise ConfigError(f"{asked}: its worker did not start: {error}; its messages are above") from error
     finally:
         child.close()
     if "problem" in answer:
@@ -281,38 +274,19 @@ def stop_ids(traits: Traits, tokenizer: Any) -> tuple[int, ...]:
     for text in traits.stops:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
-            pieces = [tokenizer.decode([token]) for token in ids]
             raise ConfigError(
-                f"environment.function: stops has {text!r}, which is {len(ids)} tokens of this model "
-                f"({pieces}): a turn can end at a single token; give one, or let step() look for the text"
+                f"environment.function: stops has {text!r}, which is {len(ids)} tokens of this model: give a "
+                "single token, or let step() look for the text"
             )
         stops.append(int(ids[0]))
     return tuple(stops)
-
-
-_PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
-_PYTHON_SWITCHES = frozenset({"-B", "-E", "-I", "-O", "-s", "-S", "-u"})
-"""Switches of Python without a value, which may stand before the script."""
 
 
 def command_problem(config: EnvironmentConfig, traits: Traits) -> str | None:
     """Return why this machine cannot start the command of an agent program, or None."""
     if not traits.runs_program:
         return None
-    program, *arguments = command = config.settings["command"]
-    script = next((word for word in arguments if word not in _PYTHON_SWITCHES), "-")
-    is_script = _PYTHON.fullmatch(Path(program).name) and not script.startswith("-")
-    if shutil.which(program) is None:
-        missing = f"{program} is not a program here: give one of PATH, or the path of an executable file"
-    elif is_script and not Path(script).exists():
-        missing = f"{script} is not there: relative paths begin in {Path.cwd()}"
-    else:
+    command = config.settings["command"]
+    if shutil.which(command[0]) is not None:
         return None
-    return f"environment.settings.command={command}: {missing}"
-
-
-def interpreter_problem(python: Path | None) -> str | None:
-    """Return why ``environment.python`` cannot be an interpreter, or None."""
-    if python is not None and not os.access(python, os.X_OK):
-        return f"environment.python={python} is not a program: give the path of a Python interpreter"
-    return None
+    return f"environment.settings.command={command}: {command[0]} is not a program here: give one of PATH"

@@ -75,10 +75,6 @@ class ObservationTemplate:
         ids = self._chat.encode(self._tail(texts, mark), mark)
         return np.array(ids[1:] if last_token in self._stops else ids, np.int32)
 
-    def with_role(self, role: str) -> ObservationTemplate:
-        """Return the template for another role. Raises ConfigError like the constructor."""
-        return ObservationTemplate(self._tokenizer, role, [*self._stops], self._tools)
-
     def prompt_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the rendering of messages up to the start of the model's turn."""
         text: str = self._tokenizer.apply_chat_template(
@@ -120,9 +116,8 @@ class ObservationTemplate:
         )
         if self.prompt_text(messages) == without:
             raise ConfigError(
-                "model.hf_path: its chat template ignores the tools that the environment describes, so the "
-                "model would not know them. Say in the prompts what the tools are, and leave `tools` out of "
-                "the class of environment.function; or mend chat_template.jinja in the model's folder"
+                "model.hf_path: its chat template ignores the tools that the environment describes. Describe "
+                "them in the prompts, and leave `tools` out of the class; or mend chat_template.jinja"
             )
 
     def _continues_several(self) -> bool:
@@ -157,15 +152,11 @@ class ObservationTemplate:
         return tail
 
     def _close_of(self, tail: str) -> int:
-        """Return the stop token at the start of the tail, which ends the model's turn."""
         first = self._encode(tail)[0]
         if first not in self._stops:
             stops = sorted(str(self._tokenizer.convert_ids_to_tokens(token)) for token in self._stops)
-            raise ConfigError(
-                _refusal(
-                    self.role, f"ends the model's turn with {tail[:24]!r}, none of its stop tokens {stops}"
-                )
-            )
+            problem = f"ends the model's turn with {tail[:24]!r}, none of its stop tokens {stops}"
+            raise ConfigError(_refusal(self.role, problem))
         return first
 
     def _encode(self, text: str) -> list[int]:
@@ -186,22 +177,16 @@ def check_template(
     template.check_tools()
     if history == "sampled":
         return
-    if problem := _problem(template, begun):
+    for name, turns in _rounds_after(template.prompt_text([{"role": "user", "content": _QUESTION}]), begun):
+        if not (problem := template.difference(turns)):
+            continue
         other = _OTHER[template.role]
         raise ConfigError(
             f"model.hf_path={model}: its chat template does not continue an episode whose observations have "
-            f'the role `{template.role}`: {problem}. Either set environment.history="sampled": the model '
-            f'then sees its turns as it sampled them; or set role = "{other}" in the environment\'s class, '
-            f"{_fitness_of_the_other_role(template)}; or mend chat_template.jinja in the model's folder, so "
-            "that it leaves the turns before as they were"
+            f"the role `{template.role}`: of two rounds {name}, {problem}. Either set "
+            'environment.history="sampled": the model then sees its turns as it sampled them; or try role='
+            f'"{other}" in the class; or mend chat_template.jinja, so that it leaves earlier turns alone'
         )
-
-
-def _problem(template: ObservationTemplate, begun: bool = False) -> str | None:
-    for name, turns in _rounds_after(template.prompt_text([{"role": "user", "content": _QUESTION}]), begun):
-        if problem := template.difference(turns):
-            return f"of two rounds {name}, {problem}"
-    return None
 
 
 def _rounds_after(prompt: str, begun: bool) -> list[tuple[str, tuple[str, ...]]]:
@@ -212,14 +197,6 @@ def _rounds_after(prompt: str, begun: bool) -> list[tuple[str, tuple[str, ...]]]
     if prompt.rstrip().endswith(THOUGHT):
         return [("without thinking", _ROUNDS["without thinking"])]
     return [*_ROUNDS.items(), *({} if begun else _EMPTY_THOUGHTS).items()]
-
-
-def _fitness_of_the_other_role(template: ObservationTemplate) -> str:
-    try:
-        problem = _problem(template.with_role(_OTHER[template.role]))
-    except ConfigError:
-        return "which it does not know, either"
-    return "which it does not continue, either" if problem else "which it continues exactly"
 
 
 def _refusal(role: str, problem: str) -> str:

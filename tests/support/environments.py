@@ -217,13 +217,6 @@ class NoStep(Environment):
         super().__init__(task, {})
 
 
-class InSteps(Environment):
-    """Yields its replies."""
-
-    def step(self, turn: str) -> Any:
-        yield Reply(None)
-
-
 class Twice(Plain):
     """Asks for the answer once more, with the sum of the digits that it saw; rewards an odd length.
 

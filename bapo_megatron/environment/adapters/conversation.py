@@ -145,7 +145,6 @@ class Conversation:
         return turn
 
     def _found(self, question: list[dict[str, Any]], tools: list[Any]) -> _Found:
-        """Return the position of a question in the tree, adding it if needed."""
         root = self._roots.setdefault(json.dumps(tools, sort_keys=True), _Place())
         place, after, repeated, messages = root, 0, 0, []
         for number, message in enumerate(question):

@@ -67,10 +67,9 @@ class EndpointEnvironment(LoopEnvironment):
         try:
             return float(word) if word else None
         except ValueError:
-            where = "into its reward file" if end.reward_file else "last on stdout"
             problem = (
-                f"wrote {word[:80]!r} {where}, which is not a reward: write a number into the file of "
-                f"{REWARD_FILE}, print it at the end, or print nothing on stdout"
+                f"wrote {word[:80]!r}, which is not a reward: write a number into the file of {REWARD_FILE}, "
+                "print it at the end, or print nothing on stdout"
             )
             raise self._failure(end, problem) from None
 
@@ -78,11 +77,6 @@ class EndpointEnvironment(LoopEnvironment):
         parts = [f"{self.settings['command']} ended with {end.code}{problem and f' and {problem}'}."]
         if self._questions.problem:
             parts.append(f"{self._questions.problem}.")
-        elif end.code and end.reward_file and not problem:
-            parts.append(
-                f"Its reward file has {end.reward_file[:80]!r}, which does not count because of the exit "
-                'code: end it with 0, or set `"reward": "exit_code"` in environment.settings.'
-            )
         if self.logs_dir is not None:
             parts.append(f"Its output is in {log_path(Path(self.logs_dir), self.task.episode)}.")
         return ProgramError(" ".join([*parts, end.errors[-_SHOWN:].strip()]).strip())

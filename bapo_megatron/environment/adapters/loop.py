@@ -82,10 +82,7 @@ class LoopEnvironment(Environment):
 
     async def _ask(self, observation: str | Sequence[str] | None) -> SampledTurn:
         if self._is_asking:  # concurrent questions would get each other's turns
-            raise RuntimeError(
-                "play() asks while its last question has no answer, or was given up: an episode is one "
-                "conversation, so await each ask() before the next, and never cancel one"
-            )
+            raise RuntimeError("play() must await each ask() before the next, and never cancel one")
         self._is_asking = True
         _, turn = await self.question(lambda _turns: Reply(observation or ""))
         self._is_asking = False
@@ -99,7 +96,7 @@ class LoopEnvironment(Environment):
         except BaseException as error:  # sys.exit() in a task would end the worker and all its episodes
             if self._is_closed:
                 raise
-            self._end = _ended(error)
+            self._end = RuntimeError(f"play() ended with {error!r}")
         finally:
             self._changed.set()
 
@@ -141,14 +138,5 @@ class LoopEnvironment(Environment):
         if first.observation is None:
             raise ValueError("play() ended before it asked the model: it must ask at least once")
         if first.observation not in ("", prompt):
-            raise ValueError(
-                f"play() asks first {first.observation[:200]!r}, and the prompt's last message is "
-                f"{prompt[:200]!r}: ask(None), or put into the dataset's prompts what the loop asks"
-            )
-
-
-def _ended(error: BaseException) -> RuntimeError:
-    """Return the error that a step raises if ``play`` ended with ``error``, which is not an Exception."""
-    ended = RuntimeError(f"play() ended with {error!r}")
-    ended.__cause__ = error
-    return ended
+            asked = first.observation[:200]
+            raise ValueError(f"play() asks first {asked!r}, and not the prompt {prompt[:200]!r}: ask(None)")

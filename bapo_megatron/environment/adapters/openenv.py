@@ -58,10 +58,10 @@ class OpenEnv(Environment):
             await client.reset(**self.task.extra_info.get("reset", {}))
             for action_before, shown in self._acted:
                 if (again := (await self._sent(action_before)).observation) != shown:
-                    difference = (
-                        f"{str(again)[:100]!r} in place of {shown[:100]!r}: give extra_info.reset a seed"
+                    raise ValueError(
+                        f"a session was lost, and a new one answers {str(again)[:100]!r} in place of "
+                        f"{shown[:100]!r}: give extra_info.reset a seed"
                     )
-                    raise ValueError(f"a session was lost, and a new one answers {difference}")
         return await self._sent(action)
 
     async def _sent(self, action: str) -> Reply:

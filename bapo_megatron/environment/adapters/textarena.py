@@ -34,10 +34,8 @@ class TextArena(Environment):
         self._game = started(game, seed)
         self._shown = observed(self._game)
         if not str(task.messages[-1]["content"]).endswith(self._shown):
-            raise ValueError(
-                f"the prompt's last message does not end with the first observation of {game} with the seed "
-                f"{seed}: make the dataset with `rows` of {__name__}"
-            )
+            told = f"the prompt's last message does not end with the first observation of {game}, seed {seed}"
+            raise ValueError(f"{told}: make the dataset with `rows` of {__name__}")
 
     def step(self, turn: str) -> Reply:
         """Make the move: the turn without its thinking part. The last reply has the player's reward."""

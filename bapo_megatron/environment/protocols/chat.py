@@ -8,16 +8,12 @@ from the policy's turn, as the reply. Also has their shared helpers. Imports onl
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from bapo_megatron.environment import SampledTurn
 from bapo_megatron.environment.tools.calls import tool_calls, without_calls
-
-_TOLD: set[str] = set()
-"""Fields that this worker has already reported."""
 
 
 class Refused(Exception):
@@ -114,19 +110,6 @@ def refuse_others(body: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]
     for name, allowed in fields.items():
         if body.get(name) not in allowed:
             raise Refused(400, f"{name}={body[name]!r} is not offered here: leave it out")
-
-
-def tell_unheeded(body: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Report each field with none of its values in ``fields`` once: other servers would obey it."""
-    for name, allowed in fields.items():
-        if body.get(name) not in allowed and name not in _TOLD:
-            _TOLD.add(name)
-            print(
-                f"environment: the agent's requests have {name}={repr(body[name])[:80]}, which does nothing "
-                "here: the run's settings say how its model samples",
-                file=sys.stderr,
-                flush=True,
-            )
 
 
 def list_of(body: Mapping[str, Any], name: str) -> list[Any]:

@@ -19,28 +19,16 @@ from bapo_megatron.environment.protocols.chat import (
     event,
     list_of,
     refuse_others,
-    tell_unheeded,
 )
 
 _NOT_OFFERED: dict[str, tuple[Any, ...]] = {"n": (None, 1), "top_logprobs": (None, 0)}
 """Request fields that change the reply's form, with the values that do not."""
-
-_UNHEEDED: dict[str, tuple[Any, ...]] = {
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto", "none"),
-    "functions": (None, []),
-    "stop": (None, []),
-    "max_tokens": (None,),
-    "max_completion_tokens": (None,),
-}
-"""Fields that constrain the model on other servers, with the values that do not. They have no effect here."""
 
 
 def _read(body: dict[str, Any]) -> ChatRequest:
     if not isinstance(body.get("messages"), list):
         raise Refused(400, "the request has no list of messages")
     refuse_others(body, _NOT_OFFERED)
-    tell_unheeded(body, _UNHEEDED)
     return ChatRequest(body["messages"], list_of(body, "tools"), body.get("tool_choice") != "none")
 
 

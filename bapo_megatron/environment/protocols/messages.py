@@ -17,18 +17,9 @@ from bapo_megatron.environment.protocols.chat import (
     Refused,
     event,
     list_of,
-    tell_unheeded,
     text_of,
     tool_schema,
 )
-
-_UNHEEDED: dict[str, tuple[Any, ...]] = {
-    "stop_sequences": (None, []),
-    "thinking": (None, {"type": "disabled"}),
-    "output_format": (None,),
-}
-"""Fields that constrain the model on other servers, with the values that do not. The equally ignored
-`max_tokens` is missing here because every request must have it."""
 
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error"}
 _THOUGHTS = ("thinking", "redacted_thinking")
@@ -39,7 +30,6 @@ def _read(body: dict[str, Any]) -> ChatRequest:
         raise Refused(400, "the request has no list of messages")
     choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else None
-    tell_unheeded({**body, "tool_choice": kind}, {**_UNHEEDED, "tool_choice": (None, "auto", "none")})
     system = body.get("system")
     messages = [{"role": "system", "content": text_of("system", system)}] if system else []
     for place, message in enumerate(body["messages"]):

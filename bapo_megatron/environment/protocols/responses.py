@@ -20,7 +20,6 @@ from bapo_megatron.environment.protocols.chat import (
     event,
     list_of,
     refuse_others,
-    tell_unheeded,
     text_of,
     tool_schema,
 )
@@ -35,19 +34,11 @@ _NOT_OFFERED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that need server state or change the reply's form, with the values that do not."""
 
-_UNHEEDED: dict[str, tuple[Any, ...]] = {
-    "tool_choice": (None, "auto", "none"),
-    "max_output_tokens": (None,),
-    "text": (None, {}, {"format": {"type": "text"}}),
-}
-"""Fields that constrain the model on other servers, with the values that do not. They have no effect here."""
-
 _LOG_PROBS = "message.output_text.logprobs"
 
 
 def _read(body: dict[str, Any]) -> ChatRequest:
     refuse_others(body, _NOT_OFFERED)
-    tell_unheeded(body, _UNHEEDED)
     messages: list[dict[str, Any]] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": text_of("instructions", body["instructions"])})

@@ -55,10 +55,8 @@ def closed(key: str) -> None:
 
 @dataclass
 class _Question:
-    """A request of an episode: digest of its body, task of the answer, and number of waiting clients."""
+    """A request of an episode: task of the answer, and number of waiting clients."""
 
-    name: str
-    digest: str
     answer: asyncio.Task[Answered]
     clients: int = 0
     is_delivered: bool = False
@@ -75,7 +73,7 @@ class EpisodeQuestions:
         """``ask`` returns the model's turn for a request. It raises ``Refused``."""
         self._ask = ask
         self._questions: dict[str, _Question] = {}
-        """By idempotency key or request digest."""
+        """By idempotency key and request digest."""
         self._repeats: dict[str, int] = {}
         self.problem = ""
         """Why the last request got no answer; empty if it got one."""
@@ -91,10 +89,8 @@ class EpisodeQuestions:
         """Yield the question of a request: a new one, or the one that the request repeats. An unmarked
         request that equals one with a waiting client may be a retry, or ask for a second answer: it waits
         until that client has its answer or disappears."""
-        while not self._is_new(name := key or digest, is_retry or bool(key)):
+        while not self._is_new(name := key + digest, is_retry or bool(key)):
             question = self._questions[name]
-            if question.digest != digest:
-                raise Refused(400, "its idempotency key is that of another request")
             if is_retry or key or not question.clients:
                 break
             question.left.clear()
@@ -138,7 +134,7 @@ class EpisodeQuestions:
         async def answer() -> Answered:
             return answered(name, await self._ask(request), request)
 
-        return _Question(name, digest, asyncio.create_task(answer()))
+        return _Question(asyncio.create_task(answer()))
 
 
 async def _serve() -> str:

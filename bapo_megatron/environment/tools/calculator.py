@@ -135,15 +135,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     size = max(base.numerator.bit_length(), base.denominator.bit_length())
     if size > 1 and size * abs(exponent) > MOST_BITS:
         raise ValueError("the number is too large")
-    return (
-        _bounded(Fraction(base**exponent)) if size > 1 or abs(exponent) < MOST_BITS else _unit(base, exponent)
-    )
-
-
-def _unit(base: Fraction, exponent: Fraction) -> Fraction:
-    if base == 0 and exponent < 0:
-        raise ZeroDivisionError
-    return base if exponent % 2 else base * base
+    return _bounded(Fraction(base**exponent))
 
 
 def _bounded(value: Fraction) -> Fraction:

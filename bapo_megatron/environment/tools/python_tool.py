@@ -105,10 +105,6 @@ Prints the value of a final expression, and the traceback of an error. Names liv
 script: pickle and dataclasses look there.
 """
 
-TURN_LIMITS = 4
-"""Time limit of all calls in a turn, as a multiple of ``limit_s``. Otherwise many hanging calls would exceed
-``environment.step_limit_s`` and fail the response, instead of giving the model an error."""
-
 _KEPT = "nothing of this call is kept"
 
 
@@ -126,7 +122,7 @@ class PythonTool(Environment):
         """Code of all calls so far, including those not kept."""
         self._lost: list[int] = []
         """Indices of calls that are not kept: they timed out or ended their interpreter."""
-        _hide()
+        be_untraceable()  # it holds the dataset's answers
         if not self._settings.allow_weak_sandbox and (notes := _missing_walls()):
             raise ConfigError(
                 f"the sandbox of the Python tool lacks walls on this machine: {'; '.join(notes)}. Grant "
@@ -138,15 +134,9 @@ class PythonTool(Environment):
         calls = self._calls(turn)
         if not calls:
             return Reply(None, metrics={"calls": 0.0, "call_errors": 0.0}, note=list(self._lost))
-        outputs, errors, used_s = [], 0, 0.0
+        outputs, errors = [], 0
         for code in calls:
-            if isinstance(code, ValueError):
-                output, failed = f"error: {code}", True
-            elif used_s >= TURN_LIMITS * self._settings.limit_s:
-                output, failed = self._left_out(code), True
-            else:
-                output, failed, call_s = self._run(code)
-                used_s += call_s
+            output, failed = self._run(code) if isinstance(code, str) else (f"error: {code}", True)
             outputs.append(output)
             errors += failed
         metrics = {"calls": float(len(calls)), "call_errors": float(errors)}
@@ -159,7 +149,6 @@ class PythonTool(Environment):
         self._lost = list(note)
 
     def _calls(self, turn: str) -> list[str | ValueError]:
-        """Return the code of each call, or its error for the model."""
         if self._settings.format == "fenced":
             block = last_code_block(answer_part(turn))
             return [] if block is None else [block]
@@ -171,8 +160,7 @@ class PythonTool(Environment):
                 codes.append(error)
         return codes
 
-    def _run(self, code: str) -> tuple[str, bool, float]:
-        """Run a call. Returns its output, whether it failed, and the time taken including earlier calls."""
+    def _run(self, code: str) -> tuple[str, bool]:
         before = [earlier for place, earlier in enumerate(self._codes) if place not in self._lost]
         limit_s, mark = self._settings.limit_s, secrets.token_hex(16)
         with Sandbox(RUNNER, "", self._settings.memory_mb, limit_s, hash_seed=0) as sandbox:
@@ -183,13 +171,7 @@ class PythonTool(Environment):
             self._lost.append(len(self._codes) - 1)
         failed = ended is None or not has_ended or ended.code != WELL
         said = self._said(ended and replace(ended, output=ended.output.replace(mark, "")), has_ended)
-        return said, failed, sandbox.used_s
-
-    def _left_out(self, code: str) -> str:
-        """Record a call that exceeds its turn's time, and return the error for the model."""
-        self._codes.append(code)
-        self._lost.append(len(self._codes) - 1)
-        return "error: not run: the calls before it in this turn took too long"
+        return said, failed
 
     def _said(self, ended: Ended | None, has_ended: bool) -> str:
         if ended is None:
@@ -201,12 +183,6 @@ class PythonTool(Environment):
         if has_ended:
             return output
         return f"{output}\nerror: its interpreter ended with {ended.code}; {_KEPT}".lstrip("\n")
-
-
-@cache
-def _hide() -> None:
-    """Hide this process's memory with the dataset's answers from programs where walls are missing."""
-    be_untraceable()
 
 
 @cache

@@ -26,7 +26,6 @@ from bapo_megatron.environment.pool import (
     StepResult,
     Traits,
     command_problem,
-    interpreter_problem,
     read_traits,
     stop_ids,
 )
@@ -258,8 +257,6 @@ def check_environment(
     does not continue a multi-turn response as sampled."""
     if environment.function is None:
         return ()
-    if problem := interpreter_problem(environment.python):
-        raise ConfigError(problem)
     traits = read_traits(environment)
     if problem := command_problem(environment, traits):
         raise ConfigError(problem)

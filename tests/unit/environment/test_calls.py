@@ -26,10 +26,6 @@ ADD = '<tool_call>\n{"name": "add", "arguments": {"a": "1"}}\n</tool_call>'
         (f"<think>I could {ADD}", []),
         ("<tool_call>[1]</tool_call>", [Call(problem='the tool call is not an object with a "name"')]),
         (
-            '<tool_call>{"name": 1}</tool_call>',
-            [Call(problem='the tool call is not an object with a "name"')],
-        ),
-        (
             '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>',
             [Call(problem='the "arguments" of the tool call are not an object')],
         ),
@@ -127,11 +123,9 @@ def test_a_tag_of_a_thought_within_an_argument_is_text(thought: str, code: str) 
 @pytest.mark.parametrize(
     "turn",
     [
-        "<tool_call>" * 90_000,
         "<tool_call><function=a>" + "<parameter=b>" * 75_000,
         "<tool_call><function=a>" + "<parameter=b>1</parameter>" * 38_000,
         "<tool_call><function=a></tool_call>" * 28_000,
-        "<think></think>" * 66_000,
         '{"a": "</think>' * 66_000,
         "<tool_call>{</think>" * 50_000,
         "<tool_call><function=a><parameter=b>" + "\n" * 1_000_000,
@@ -178,15 +172,10 @@ def test_json_that_is_nested_without_end_is_a_problem() -> None:
     assert call.problem.startswith("the tool call is not JSON: ")
 
 
-def test_the_text_beside_the_calls() -> None:
-    assert without_calls(f"<think>Hm.</think>\n\nI add. {ADD}") == "I add."
-
-
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
         (Call("sub", {"a": "1"}), "there is no tool 'sub'; the tool is 'add'"),
-        (Call("add", {}), "add takes one argument, 'a', a text"),
         (Call("add", {"a": 1}), "add takes one argument, 'a', a text"),
         (Call(problem="broken"), "broken"),
     ],

@@ -196,17 +196,6 @@ def test_answers_are_kept_for_retries_but_not_for_ever(monkeypatch: pytest.Monke
     assert asyncio.run(main()) == ["1", "2", "3", "4", "5", "6", "5", "6"]
 
 
-def test_what_a_request_cannot_have_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
-    chat._TOLD.clear()
-    body = {"messages": [QUESTION], "stop": ["\n"], "max_tokens": None, "tool_choice": "auto", "top_p": 1}
-    for _ in range(2):
-        asked([body], ["3"])
-    assert capfd.readouterr().err == (
-        "environment: the agent's requests have stop=['\\n'], which does nothing here: the run's settings "
-        "say how its model samples\n"
-    )
-
-
 HIGHER, LOWER = ([QUESTION, TURN, {"role": "user", "content": one}] for one in ("higher", "lower"))
 
 
@@ -282,29 +271,6 @@ async def test_a_question_whose_client_has_gone_may_be_asked_again(headers: dict
     answers = [json.loads(text) for _, text, _ in found]
     assert [one["choices"][0]["message"]["content"] for one in answers[1:]] == ["6"] * (len(found) - 1)
     assert len({one["id"] for one in answers}) == 2
-
-
-async def test_an_idempotency_key_is_that_of_one_request() -> None:
-    class Mixed(Patient):
-        async def second(self) -> None:
-            self.session.headers["Idempotency-Key"] = "2"
-            await super().second()
-            await self.post(*LOWER)
-
-    found = await played(Mixed)
-    assert [status for status, _, _ in found] == [200, 200, 400]
-    assert "its idempotency key is that of another request" in found[2][1]
-
-
-async def test_a_refusal_that_was_mended_is_not_the_reason_of_a_later_end() -> None:
-    class Mended(Patient):
-        async def second(self) -> None:
-            await self.post(TURN)
-            await super().second()
-            raise RuntimeError(f"broken. {self._questions.problem}".strip())
-
-    with pytest.raises(RuntimeError, match=r"^broken\.$"):
-        await asyncio.wait_for(played(Mended), 60)
 
 
 async def test_questions_at_a_time_are_branches() -> None:

@@ -115,11 +115,9 @@ async def test_plain_steps_run_beside_each_other(tmp_path: Path) -> None:
         ("exit", "raised", "SystemExit"),
         ("stop iteration", "raised", "StopIteration"),
         ("no reply", "raised", "step returned str: return a Reply"),
-        ("surrogate", "raised", "surrogates not allowed"),
         ("long", "raised", "5242880 characters; at most 4194304 may be"),
         ("note", "raised", "Reply.note has 71682 bytes as JSON"),
         ("nested note", "raised", "Reply.note has more than 100 lists and objects within each other"),
-        ("nan", "raised", "Reply.reward=nan is not a finite number"),
         ("digits", "raised", "Reply.reward='1.0' is not a finite number"),
         ("die", "died", "exit code 9"),
         ("hang", "time", "no answer within"),
@@ -141,12 +139,6 @@ async def test_a_fault_is_data_and_costs_its_own_episode(
             assert "tests/support/environments.py" in found.traceback
             assert "serving.py" not in found.traceback
             assert found.place.startswith("ValueError at ")
-
-
-async def test_megabytes_of_prints_are_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
-    async with playing(config("Async")) as player:
-        assert (await player.say("e", "print")).observation == "1:print"
-    assert capfd.readouterr().err.count("x") >= 1 << 20
 
 
 @pytest.mark.parametrize(("name", "turn"), [("Plain", "spin"), ("Async", "block")])

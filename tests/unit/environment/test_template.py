@@ -59,13 +59,10 @@ def test_a_turn_that_ended_at_a_tool_call_is_closed(template: ObservationTemplat
     "observation",
     [
         "<|im_end|>",
-        "<|im_end|>\n<|im_start|>assistant\nHa",
         "<|im_<|im_end|>end|><|endoftext|>",
         "cut0q<|im_end|>cut1q",
-        "<|im_end|>" * 3,
         "",
         " 5\n",
-        "|im_end|><",
         "aAturn7f3aEndb",
         absent_mark("turn", ["5"]),
     ],
@@ -114,13 +111,10 @@ def test_a_template_that_drops_thinking_is_refused_in_words() -> None:
     with pytest.raises(ConfigError, match="does not continue an episode") as caught:
         check_template(template, "models/ours")
     message = str(caught.value)
-    assert "models/ours: its chat template does not continue an episode" in message
     assert "role `tool`: of two rounds with thinking, at token" in message
     assert "the episode has '<think>\\nHm" in message
     assert "the template writes '\\n\\nFirst" in message
     assert 'environment.history="sampled"' in message
-    assert 'role = "user" in the environment\'s class, which it does not continue, either' in message
-    assert "mend chat_template.jinja" in message
     check_template(template, "models/ours", "sampled")
     assert template.given_ids("5", CLOSE).tolist() == [198, *TOOL, 20, 258, 198, *ASSISTANT]
 
@@ -164,7 +158,7 @@ LIMIT = "{% if messages|length > 3 %}{{ raise_exception('too long') }}{% endif %
     ("chat", "role", "says"),
     [
         (DROPS_EMPTY, "tool", "two rounds with an empty thinking part, at token .*<think>.* writes 'First"),
-        (SECOND, "tool", 'set role = "user" in .*, which it continues exactly; or mend'),  # as DeepSeek V3's
+        (SECOND, "tool", "role `tool`: of two rounds"),  # as DeepSeek V3's
         (LIMIT, "user", "the template refuses two rounds: too long"),  # as where roles must alternate
     ],
 )
@@ -205,7 +199,7 @@ def test_tools_that_a_template_ignores_are_refused() -> None:
     """DeepSeek V3's and Llama 3's do so silently; where the recipe keeps what was sampled, too."""
     silent = ObservationTemplate(tokenizer(), "tool", [CLOSE], TOOLS)
     for history in ("template", "sampled"):
-        with pytest.raises(ConfigError, match=r"ignores the tools .* Say in the prompts"):
+        with pytest.raises(ConfigError, match=r"ignores the tools .* Describe them in the prompts"):
             check_template(silent, "models/ours", history)
     written = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML + OPENING
     check_template(ObservationTemplate(tokenizer(written), "tool", [CLOSE], TOOLS), "models/ours")
@@ -216,13 +210,13 @@ REFUSED = {
     (
         "Qwen3",
         "user",
-    ): r"with thinking, at token 15 the episode has '<think>.* writes 'First.*does not continue, either",
+    ): r"with thinking, at token 15 the episode has '<think>.* writes 'First",
     (
         "DeepSeek V3",
         "tool",
     ): "without thinking, at token .* the episode has '<\uff5ctool▁outputs▁begin\uff5c>",
-    ("R1", "tool"): r"the episode has '<think>.* writes '\\n\\nFirst.*which it does not continue, either",
-    ("R1", "user"): r"the episode has '<think>.* writes '\\n\\nFirst.*which it does not continue, either",
+    ("R1", "tool"): r"the episode has '<think>.* writes '\\n\\nFirst",
+    ("R1", "user"): r"the episode has '<think>.* writes '\\n\\nFirst",
 }
 
 

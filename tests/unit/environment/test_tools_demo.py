@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from bapo_megatron.config import RunConfig, load_recipe
 from bapo_megatron.environment import Environment, Reply, Task
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.tools.calculator import Calculator
-from bapo_megatron.runtime.dotted_path import load_dotted_path
 from tests.support.pages import ROOT, blocks
 from tests.support.scripted_episodes import check_durable, play
 
@@ -133,15 +131,3 @@ def test_the_environment_of_the_page() -> None:
     ]
     lost = check_durable(space["Guess"], task, {"guesses": 2}, ["50", "25"])
     assert lost[-1] == Reply(None, reward=0.0, metrics={"found": 0.0})
-
-
-def test_the_shipped_environments_that_the_page_names() -> None:
-    """The adapters of packages that are not installed here are played in the slow tier."""
-    text, folder = PAGE.read_text(), ROOT / "bapo_megatron/environment/adapters"
-    for path in re.findall(r"`(bapo_megatron\.environment\.tools\.\w+:\w+)`", text):
-        assert issubclass(load_dotted_path("environment.function", path, "class"), Environment)
-    named = re.findall(r"\| `(\w+):(\w+)`", text)
-    helpers = {"__init__", "agent_program", "agent_rows", "conversation", "verifiers_agents"}
-    assert {module for module, _ in named} == {file.stem for file in folder.glob("*.py")} - helpers
-    for module, name in named:
-        assert f"class {name}(" in (folder / f"{module}.py").read_text()

@@ -161,7 +161,6 @@ def spelled(answer: str) -> str:
 
 
 def _unmarked(answer: str) -> str:
-    """Strip Markdown marks, paired dollar signs and the final period."""
     text = _unpointed(answer.strip())
     for mark in ("**", "__", "*", "_", "`"):
         if text.startswith(mark) and text.endswith(mark) and len(text) > 2 * len(mark):

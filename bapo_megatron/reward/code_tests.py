@@ -100,7 +100,7 @@ def is_tests(ground_truth: str) -> bool:
 def are_tests(value: Any) -> bool:
     """Whether a dataset value, an object or a list of objects, has the form of tests."""
     if isinstance(value, dict):
-        return not (_FORMS | _LIVE_CODE_BENCH | {"test_cases", "input_output"}).isdisjoint(value)
+        return not (_FORMS | {"test_cases", "input_output"}).isdisjoint(value)
     return isinstance(value, list) and _are_cases(value)
 
 
@@ -155,8 +155,6 @@ def read_tests(ground_truth: str) -> Tests:
 _FORMS = {"inputs", "outputs", "test_code", "assert_case", "functional"}
 """Keys of the other object forms, which take precedence over ``test_cases``."""
 
-_LIVE_CODE_BENCH = {"public_test_cases", "private_test_cases"}
-
 
 def _json(text: str) -> Any:
     try:
@@ -176,7 +174,6 @@ def _are_cases(value: list[Any]) -> bool:
 
 
 def _listed(cases: list[dict[str, Any]]) -> Tests:
-    """Parse one object per test, all for scripts or all for the same function."""
     about = [case.get("metadata") for case in cases]
     inner = [case.get("func_name") if isinstance(case, dict) else None for case in about]
     names = {str(case.get("fn_name") or name or "") for case, name in zip(cases, inner, strict=True)}
@@ -188,11 +185,6 @@ def _listed(cases: list[dict[str, Any]]) -> Tests:
 
 
 def _pairs(tests: dict[str, Any]) -> Tests:
-    if _LIVE_CODE_BENCH & tests.keys():
-        raise ValueError(
-            "public_test_cases and private_test_cases of LiveCodeBench are not read, since the latter are a "
-            'pickle: decode both, and write {"inputs": [...], "outputs": [...], "fn_name": func_name}'
-        )
     inputs, outputs = (tests.get(f"{side}s", tests.get(side)) for side in ("input", "output"))
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
         keys = f"; its keys are {', '.join(map(repr, tests))[:200]}" if tests else ""
@@ -215,10 +207,8 @@ def _text(value: Any, stream: str) -> str:
     lines = value if isinstance(value, list) else [value]
     for line in lines:
         if not isinstance(line, (str, int, float)):
-            raise ValueError(
-                f"a script has {json.dumps(line)[:80]} as {stream}; it must be text, a list of lines, or "
-                f'{{"{stream}": text}}'
-            )
+            forms = f'it must be text, a list of lines, or {{"{stream}": text}}'
+            raise ValueError(f"a script has {json.dumps(line)[:80]} as {stream}; {forms}")
     return "\n".join(map(str, lines))
 
 
@@ -239,8 +229,6 @@ def _json_or_text(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except RecursionError as error:  # as text, no returned value could equal it
-        raise ValueError(f"the output {value[:80]!r} nests too deep: {error}") from None
     except ValueError:
         return value
 

@@ -51,21 +51,17 @@ class EndpointError(Exception):
 
 
 class _Passing(EndpointError):
-    """An error that a retry may resolve, after ``pause_s`` seconds."""
-
-    def __init__(self, place: str, text: str, pause_s: float = 0.0) -> None:
-        super().__init__(place, text)
-        self.pause_s = pause_s
+    """An error that a retry may resolve."""
 
 
 def url_problem(url: str) -> str | None:
     """Return the error of an address as the end of a sentence, or None."""
     try:
         parts = urlsplit(url)
-        port_is_sound = parts.port != 0
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        return "is not an address: give http://HOST:PORT/PATH"
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_sound:
+        is_address = False
+    if not is_address:
         return "is not an address: give http://HOST:PORT/PATH, or https://"
     if parts.username is not None or parts.password is not None:
         return "holds a user or a password, which would be stored with the run: take them out"
@@ -188,7 +184,7 @@ class JsonClient:
                 answer = await self._once(body, min(self._timeout_s, max(0.001, begun + limit_s - sent)))
             except _Passing as error:
                 self._silent_since = sent if self._silent_since is None else self._silent_since
-                pause_s = max(error.pause_s, wait_s * random.uniform(0.5, 1.0))
+                pause_s = wait_s * random.uniform(0.5, 1.0)
                 last = min(begun + limit_s, self._silent_since + self._give_up_s)
                 if _now() + pause_s >= last:
                     raise EndpointError(error.place, str(error)) from None
@@ -222,8 +218,6 @@ class JsonClient:
                 self._url, data=body, timeout=limit, allow_redirects=False, proxy=self._proxy
             ) as response:
                 text = await self._text(response)
-        except aiohttp.ClientConnectorCertificateError as error:
-            raise EndpointError("certificate", f"{self.address}: {error.certificate_error}") from None
         except TimeoutError:
             raise _Passing("no answer in time", f"{self.address}: no answer within {limit_s:.3g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -247,12 +241,8 @@ class JsonClient:
         if 200 <= state < 300:
             return
         where, said = f"{self.address}: HTTP {state}", without_key(text, self._key)
-        if 300 <= state < 400:
-            there = without_key(shown(response.headers.get("Location", "")), self._key)
-            raise EndpointError(f"HTTP {state}", f"{where}, a redirect to {there}: give that address")
-        if state in _PASSING:
-            raise _Passing(f"HTTP {state}", f"{where}: {said}", _pause_s(response))
-        raise EndpointError(f"HTTP {state}", f"{where}: {said}")
+        kind = _Passing if state in _PASSING else EndpointError
+        raise kind(f"HTTP {state}", f"{where}: {said}")
 
     def _unusable(self, place: str, what: str, text: str) -> EndpointError:
         said = without_key(text, self._key)
@@ -271,12 +261,6 @@ def _words(error: BaseException) -> str:
     if isinstance(error, aiohttp.InvalidURL):  # its text is the address
         return type(error).__name__
     return without_key(str(error) or type(error).__name__, "")
-
-
-def _pause_s(response: aiohttp.ClientResponse) -> float:
-    """Return the seconds in a ``Retry-After`` header; 0 if it is missing or a date."""
-    said = response.headers.get("Retry-After", "")
-    return float(min(int(said), 3600)) if said.isascii() and said.isdigit() and len(said) < 10 else 0.0
 
 
 def _proxy_of(url: str) -> str | None:

@@ -164,11 +164,8 @@ class RewardModel:
             text = chat_template_of(self._tokenizer).text(messages, INVISIBLE, opens=opens)
         except Exception as error:  # a template raises whatever its author chose
             roles = ", ".join(message["role"] for message in messages)
-            raise EndpointError(
-                "chat template",
-                f"{FIELD}.tokenizer={self._settings.tokenizer}: its chat template refuses messages of the "
-                f"roles {roles}: {error}",
-            ) from None
+            refused = f"{FIELD}.tokenizer: its chat template refuses messages of the roles {roles}: {error}"
+            raise EndpointError("chat template", refused) from None
         return text
 
 
@@ -201,9 +198,6 @@ def _found(answer: Any, protocol: str, key: str) -> Any:
 def _number(value: Any) -> float:
     while isinstance(value, list) and len(value) == 1:
         value = value[0]
-    if isinstance(value, list):
-        many = f"a list of {len(value)}" + (": an embedding, or a model of several classes" if value else "")
-        raise EndpointError("no number", f"one number is expected of the reward model; it gave {many}")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise EndpointError("no number", f"the reward model gave {str(value)[:200]!r}, which is not a number")
     try:
@@ -243,18 +237,11 @@ class LlmJudge:
         return self._wrong + share * (self._correct - self._wrong)
 
     def _number(self, reply: str) -> float:
-        verdicts = self._verdict.findall(after_thinking(reply))
-        if not verdicts:
-            end = reply[-200:]
-            raise EndpointError(
-                "no verdict", f"{self._settings.verdict!r} is not in the judge's reply, which ends {end!r}"
-            )
         try:
-            return float(verdicts[-1])
-        except ValueError:
-            raise EndpointError(
-                "no verdict", f"the judge's verdict {verdicts[-1][:50]!r} is not a number"
-            ) from None
+            return float(self._verdict.findall(after_thinking(reply))[-1])
+        except (IndexError, ValueError):
+            what = f"{self._settings.verdict!r} finds no number in the judge's reply"
+            raise EndpointError("no verdict", f"{what}, which ends {reply[-200:]!r}") from None
 
 
 def filled(template: str, question: Question) -> str:
@@ -275,16 +262,10 @@ def _reply(answer: Any) -> str:
     except (KeyError, IndexError, TypeError):
         raise EndpointError("no reply", f"there is no chat completion in {str(answer)[:200]}") from None
     if choice.get("finish_reason") == "length":  # the text may end in half a number, or a thought
-        raise EndpointError(
-            "cut off", "the judge's reply is cut off before its end: raise reward.settings.max_tokens"
-        )
+        raise EndpointError("cut off", "the judge's reply is cut off: raise reward.settings.max_tokens")
     if not isinstance(reply, str):
         raise EndpointError("no reply", f"the judge's reply is {str(reply)[:200]}, which is not text")
     return reply
-
-
-def _digest(body: dict[str, Any]) -> bytes:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
 
 
 Judge = RewardModel | LlmJudge
@@ -342,7 +323,8 @@ class EndpointScorer:
 
     async def _score(self, question: Question) -> float:
         body = self._judge.body(question)
-        key = _digest(body) if self._settings.cache else object()
+        text = json.dumps(body, sort_keys=True).encode()
+        key = hashlib.sha256(text).digest() if self._settings.cache else object()
         if (known := self._scores.get(key)) is not None:
             self._scores.move_to_end(key)
             return known

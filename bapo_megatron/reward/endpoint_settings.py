@@ -96,12 +96,7 @@ class RewardModelSettings(EndpointSettings):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.protocol in ("sglang", "openrlhf") and not self.tokenizer:
-            yield (
-                f"tokenizer is missing: protocol={self.protocol} takes one text, in the form of the reward "
-                f"model's chat template; give its Hugging Face folder"
-            )
-        if self.reward_key and self.protocol != "slime":
-            yield f"reward_key={self.reward_key} is read by protocol=slime alone: leave it out"
+            yield f"tokenizer is missing: protocol={self.protocol} needs the model's Hugging Face folder"
         if self.lowest is not None and self.highest is not None and self.lowest >= self.highest:
             yield f"lowest={self.lowest} must be below highest={self.highest}"
 

@@ -134,16 +134,6 @@ def built_in(reward: RewardConfig) -> BuiltIn:
     return lambda prompt, response: float(is_right(prompt["ground_truth"], response))
 
 
-def _advice(name: str, signature: inspect.Signature) -> str:
-    if {"data_source", "solution_str", "ground_truth"} <= signature.parameters.keys():
-        return (
-            f"verl calls such functions; wrap it: def score(prompt, response): return {name}("
-            "prompt.data_source, response, prompt.ground_truth, prompt.extra_info) "
-            "(docs/customize.md#files-of-verl-as-they-are)"
-        )
-    return "Change its parameters (docs/rewards.md#a-reward-of-your-own)"
-
-
 def _unusable(target: Any) -> str | None:
     """Return the kind of a callable that returns no number (class, async function, generator), or None."""
     called = target
@@ -167,21 +157,13 @@ def load_function(
     function: Score = load_dotted_path(field, path, "function")
     expected = "a reward is called once for each response, as score(prompt: Prompt, response: str) -> float"
     if kind := _unusable(function):
-        raise ConfigError(
-            f"{field}={path} is {kind}; {expected}, in a process of its own: make it a "
-            f"plain function (docs/rewards.md#a-reward-of-your-own)"
-        )
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some C functions have no signature
-        return partial(function, **settings) if settings else function
+        raise ConfigError(f"{field}={path} is {kind}; {expected}: make it a plain function")
+    signature = inspect.signature(function)
     try:
         signature.bind("prompt", "response", **settings)
     except TypeError as error:
-        name = path.partition(":")[2]
-        arguments = "a prompt, a response and reward.settings" if settings else "a prompt and a response"
         raise ConfigError(
-            f"{field}={path} is {name}{signature}, which cannot be called with {arguments} ({error}); "
-            f"{expected}. {_advice(name, signature)}"
+            f"{field}={path} is {signature}, which cannot be called with a prompt and a response ({error}); "
+            f"{expected}; for verl's functions: docs/customize.md#files-of-verl-as-they-are"
         ) from error
     return partial(function, **settings) if settings else function

@@ -90,24 +90,15 @@ def check_ground_truth(ground_truth: str) -> str | None:
     if said in _STANDS_FOR_NOTHING or _POINTS_ELSEWHERE.fullmatch(said) or ground_truth.strip() == "None":
         return f"{ground_truth!r} stands for no answer; leave the row out"
     if _LOST_BACKSLASH.search(ground_truth):
-        return (
-            f"{ground_truth!r} has a control character where a LaTeX command lost its backslash; mend it, or "
-            f"leave the row out"
-        )
+        return f"a LaTeX command of {ground_truth!r} lost its backslash; mend it or leave the row out"
     if _PROGRAM.search(ground_truth):
-        return (
-            f"{ground_truth[:80]!r} is a program or data, no answer; tests of a program have one of the "
-            f"forms of docs/rewards.md#programs"
-        )
+        return f"{ground_truth[:80]!r} is a program or data; for tests of a program: docs/rewards.md#programs"
     if ground_truth.lstrip().startswith("['"):
         return f"{ground_truth[:80]!r} is a list of answers, which math-verify reads as an interval; give one"
     if len(answer) > MAX_ANSWER_CHARACTERS:
         return f"it has {len(answer)} characters; an answer may have {MAX_ANSWER_CHARACTERS}"
     if has_numbers_side_by_side(answer):
-        return (
-            f"{ground_truth!r} has numbers side by side, which math-verify multiplies; write one number, or "
-            f"commas between several, or leave the row out"
-        )
+        return f"{ground_truth!r} has numbers side by side, which would be multiplied; put commas between"
     if not _math_verify().ask("parses", answer):
         return f"math-verify cannot read {ground_truth!r} as mathematics; mend it or leave the row out"
     return None

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 Failure = Literal["raised", "time", "died", "not finite", "endpoint", "environment"]
 
-_MOST_KINDS = 50
-"""Maximum number of distinct failures reported separately; further ones count together."""
-
 _LOG = logging.getLogger(__name__)
 
 
@@ -74,7 +71,6 @@ class RewardPool:
         self._scoring = CallKind("score", config.time_limit_s, repeatable=True)
         # The sandbox itself limits CPU time (code.py): a busy machine makes no program wrong.
         self._testing = CallKind("score", CLOCK_FACTOR * config.time_limit_s, repeatable=True)
-        self._running = False
 
     async def start(self) -> None:
         """Start every worker, and wait for the endpoint if there is one. Raises ConfigError if the settings
@@ -88,14 +84,10 @@ class RewardPool:
             raise
         for note in notes:
             _LOG.warning("reward sandbox: %s", note)
-        self._running = True
 
     async def score(self, prompt: Prompt, response: str, response_tokens: int) -> RewardResult:
         """Score a response of ``response_tokens`` tokens; calls run in order, and no response makes it raise.
-        Raises RuntimeError if the pool is not running. After a cancelled call, the worker first finishes the
-        job."""
-        if not self._running:
-            raise RuntimeError("the reward pool is not running: start() it before score(), not after close()")
+        After a cancelled call, the worker first finishes the job."""
         function = prompt.reward or self._config.function
         if self._endpoint and function in REWARD_ENDPOINTS:
             result = _result(self._config.failed, await self._endpoint.answer(prompt, response))
@@ -110,7 +102,6 @@ class RewardPool:
         return dataclasses.replace(result, reward=result.reward - penalty)
 
     async def close(self) -> None:
-        self._running = False
         if self._endpoint:
             await self._endpoint.close()
         await self._workers.close()
@@ -164,8 +155,6 @@ class FailureReports:
         if result.failure is None:
             return
         kind: tuple[str, str] = (result.failure, result.place)
-        if kind not in self._counts and len(self._counts) >= _MOST_KINDS:
-            kind = ("others", "")
         self._counts[kind] += 1
         count = self._counts[kind]
         if count == 10 ** (len(str(count)) - 1):

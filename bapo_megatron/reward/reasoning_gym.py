@@ -134,9 +134,7 @@ def unsafe_entry(task: str, entry: Mapping[str, Any]) -> str | None:
     text = entry["answer"] if name == "answer" else entry["metadata"].get(name)
     if isinstance(text, str) and len(text) <= MAX_CHARACTERS and check(text):
         return None
-    return (
-        f"extra_info.entry has the {name} {text!r:.80}, which {task}'s verifier would evaluate: it is refused"
-    )
+    return f"extra_info.entry has the {name} {text!r:.80}, which {task}'s verifier would evaluate"
 
 
 def _is_value(answer: str) -> bool:

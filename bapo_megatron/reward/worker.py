@@ -69,7 +69,6 @@ def _comparisons() -> dict[str, Callable[[list[Any]], bool]]:
 
 
 def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a function from {function, prompt, response} to {score, reward, named} or a failure."""
     scores = {name: _score_function(functions.settings_for(reward, name)) for name in names}
     pattern = None if reward.format_pattern is None else re.compile(reward.format_pattern, re.DOTALL)
     is_fresh = True

@@ -73,7 +73,6 @@ def _answer(answer: object) -> None:
 
 
 def _run(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-    """Run one case in a fork and return the fields of `sandbox.Ended`."""
     stdin, printed, told = files = [os.memfd_create(name) for name in ("stdin", "stdout", "value")]
     with open(stdin, "wb", closefd=False) as file:
         file.write(case.get("stdin", "").encode(errors="replace"))

@@ -156,7 +156,6 @@ def _threads_are_counted() -> bool:
 
 
 def _become(walls: Walls, box: str, user: int, group: int) -> None:
-    """Permanently become an ordinary user, if that user can read the interpreter and reach the directory."""
     groups = os.getgroups()
     try:
         if not walls.own_root:

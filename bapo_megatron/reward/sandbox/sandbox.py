@@ -97,7 +97,6 @@ class Sandbox:
         self._case_limit_s = case_limit_s
         self.used_s = 0.0
         """Total time of all cases so far, see `Ended.time_s`."""
-        self._out_of_memory = _out_of_memory_kills()
         job = {
             "source": source,
             "prelude": prelude,
@@ -178,17 +177,13 @@ class Sandbox:
         except ChildTimeout:
             raise SandboxError(
                 f"nothing is known of the program: in {clock_limit_s:g} s this machine gave it "
-                f"{clock.used_s:g} s of processor time, of {limit_s:g} s; {clock.advice}"
+                f"{clock.used_s:g} s of processor time, of {limit_s:g} s; lower reward.workers, or run "
+                "fewer other programs beside; /proc must not be mounted with hidepid"
             ) from None
         except ChildDied as error:
             raise SandboxError(f"the sandbox was killed while a program ran: {error}") from error
         if ended is not None:
             ended = replace(ended, time_s=max(ended.time_s, clock.used_s) + clock.slept_s)
-            if ended.code == -signal.SIGKILL and _out_of_memory_kills() > self._out_of_memory:
-                raise SandboxError(
-                    "the program was killed while this machine was out of memory; lower reward.workers or "
-                    "reward.memory_limit_mb"
-                )
         self.used_s += limit_s if ended is None else ended.time_s
         return None if ended is None or ended.time_s > limit_s else ended
 
@@ -208,8 +203,6 @@ class _CaseClock:
         self._first, self._limit_s = first, limit_s
         self._looked = time.monotonic()
         self.used_s = self.slept_s = 0.0
-        self.advice = "it slept, if /proc does not show it: mount that without hidepid"
-        """Advice for the user where the case's result is unknown."""
 
     def watch(self) -> None:
         """Update the times. Raises _OutOfTime if the case has exceeded its limit."""
@@ -219,7 +212,6 @@ class _CaseClock:
             processes = list(_descendants_of(server))
             states = {_stat(thread)[0] for process in processes for thread in _threads_of(process)}
             self.slept_s += min(self._looked - looked, 2 * WATCH_S) if {"S"} <= states <= {"S", "Z"} else 0.0
-            self.advice = "lower reward.workers, or run fewer other programs beside"
             ticks = sum(int(ticks) for process in processes for ticks in _stat(f"/proc/{process}")[11:15])
             self.used_s = max(self.used_s, ticks / os.sysconf("SC_CLK_TCK"))
         if self.used_s + self.slept_s > self._limit_s:
@@ -248,13 +240,6 @@ def _stat(folder: str) -> list[str]:
     """Return the fields of a process or thread after its name, which may have any characters."""
     with open(f"{folder}/stat", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
-
-
-def _out_of_memory_kills() -> int:
-    """Return the number of out-of-memory kills in any cgroup since boot."""
-    with suppress(OSError), open("/proc/vmstat") as file:
-        return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
-    return 0
 
 
 def _environment(box: str) -> dict[str, str]:

@@ -132,7 +132,7 @@ def test_settings_of_a_function_of_ones_own_are_its_keyword_arguments(
     assert loaded(None, "abc") == 6.0
     with pytest.raises(ConfigError, match=r"cannot be called with a prompt and a response .*'weight'"):
         load_function(path)
-    with pytest.raises(ConfigError, match=r"with a prompt, a response and reward.settings .*'x'"):
+    with pytest.raises(ConfigError, match=r"with a prompt and a response .*'x'"):
         check_function(RewardConfig(function=path, settings={"weight": 1, "x": 2}))
 
 

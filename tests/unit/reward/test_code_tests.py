@@ -23,8 +23,6 @@ from bapo_megatron.reward.code_tests import (
 from bapo_megatron.reward.expressions import Split
 
 POLICY = Path(__file__).parents[3] / "recipes/demo/policy"
-DEEP = "[" * 3000 + "]" * 3000
-"""JSON that no reader takes, within the text of a test."""
 ADD = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7\n"]})
 CALL = json.dumps({"inputs": [[[3, 1, 2]], [[]]], "outputs": [[1, 2, 3], []], "fn_name": "order"})
 ASSERTS = json.dumps(["assert double(2) == 4", "assert double('a') == 'aa', 't'", "assert double(0.1) < 0.3"])
@@ -150,20 +148,16 @@ def test_the_forms_of_ground_truth() -> None:
         ('{"inputs": [[1]], "outputs": [1], "fn_name": "f()"}', "\"fn_name\" is 'f()'"),
         ('{"inputs": [1], "outputs": [1], "fn_name": "f"}', "the input 1 of f must be a list"),
         ('{"inputs": ["a b"], "outputs": ["1"], "fn_name": "f"}', "not one JSON value a line"),
-        (f'{{"inputs": ["{DEEP}"], "outputs": ["1"], "fn_name": "f"}}', "not one JSON value a line"),
-        (f'{{"inputs": ["1"], "outputs": ["{DEEP}"], "fn_name": "f"}}', "nests too deep"),
         ('{"assert_case": []}', '"assert_case" must be a list of assert statements'),
         ('["assert f("]', "is not Python"),
         ('{"test_code": "def check(f): assert f() == 1"}', '"entry_point" is None'),
         ('{"test_code": "x = 1", "entry_point": "f"}', "defines no function check"),
         ('{"functional": "def check(f): assert f()"}', '"functional" must be text that defines check('),
-        ('{"functional": null}', '"functional" must be text'),
-        ('{"tests": [1]}', "its keys are 'tests' (docs/rewards.md#programs)"),
         ('{"inputs": ["1"], "outputs": [null]}', "a script has null as stdout"),
         ('{"inputs": [{"a": 1}], "outputs": ["1"]}', 'a script has {"a": 1} as stdin'),
         ('{"inputs": ["1"], "outputs": [["1", ["2"]]]}', 'a script has ["2"] as stdout'),
         ('[{"input": {"stdin": "1", "a.txt": ""}, "output": {"stdout": "1"}}]', '"a.txt": ""} as stdin'),
-        ('{"public_test_cases": "[]", "private_test_cases": "eJ"}', "pickle: decode both, and write"),
+        ('{"public_test_cases": "[]", "private_test_cases": "eJ"}', "its keys are 'public_test_cases', "),
         ("from solution import f\ndef test_a(capsys): assert f()", "def test_a(capsys):"),
         ("from solution import f\ndef test_a():\n with pytest.raises(OSError): f()", "needs pytest (raises,"),
         ("from solution import f as g\ndef test_a(): assert g()", "more than `from solution import NAME`"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections import deque
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from bapo_megatron.reward import code
 from bapo_megatron.reward.code import _value, program_is_right
 from bapo_megatron.reward.code_tests import forgeable_tests, read_tests
-from bapo_megatron.reward.expressions import Split, split
+from bapo_megatron.reward.expressions import Split
 from bapo_megatron.reward.sandbox import plain
 from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
 
@@ -67,7 +66,6 @@ FORGERIES = {
 
 COMPARED_WITH_TRUE = [
     "assert (abs(f(1) - 0.5) < 1e-6) == True",
-    "assert (f(4) == 'a') == True",
     "assert all(x > 3 for x in [f(2)]) == True",
     "assert False == (f(2) < 3)",
 ]
@@ -142,32 +140,11 @@ def test_asserts_on_the_values_of_calls(ground_truth: str, source: str, is_it: b
     assert right(ground_truth, source) is is_it
 
 
-@pytest.mark.parametrize(
-    ("test", "calls", "judgement"),
-    [
-        ("abs(f(1) - 0.5) < 1e-6", ("f(1)",), "abs(ARGUMENTS[0] - 0.5) < 1e-06"),
-        ("f(f(1)) > f(2)", ("f(f(1))", "f(2)"), "ARGUMENTS[0] > ARGUMENTS[1]"),
-        ("f(1).strip() != 'x'", ("f(1)",), "ARGUMENTS[0].strip() != 'x'"),
-        ("Solution().g(1)[0] > 2", ("Solution().g(1)",), "ARGUMENTS[0][0] > 2"),
-        ("all(x > 1 for x in f(1))", ("f(1)",), "all((x > 1 for x in ARGUMENTS[0]))"),
-        ("all(f(x) > 1 for x in (1, 2))", None, None),
-        ("set(map(f, (1, 2))) > {1}", None, None),
-        ("Point(1) != Point(2)", None, None),
-        ("f(1) > limit", None, None),
-        ("1 < 2", None, None),
-    ],
-)
-def test_the_parts_of_an_assert(test: str, calls: Any, judgement: Any) -> None:
-    found = split(ast.parse(test, mode="eval").body, [])
-    assert found == (Split(calls, judgement) if calls else None)
-
-
 def test_tests_that_can_be_forged_are_counted() -> None:
     block = {"test_code": "def check(f):\n    for n in (1, 2):\n        assert f(n) == n", "entry_point": "f"}
     assert forgeable_tests(json.dumps(block)) == 1
     assert forgeable_tests('["assert f(1) == 2", "assert set(map(f, [1])) == {f(2)}"]') == 1
     assert forgeable_tests('{"inputs": ["1"], "outputs": ["1"]}') == 0
-    assert forgeable_tests(r"\frac{1}{2}") == 0
     assert forgeable_tests("{}") == 0
     helpers = {"test_code": "K = 2\ndef near(a): return abs(a) < K\ndef check(f):\n    assert near(f(1))\n"}
     (case,) = read_tests(json.dumps({**helpers, "entry_point": "f"})).cases
@@ -255,7 +232,6 @@ HONEST_PROGRAMS = {
         "f = len",
     ),
     "a global": (row("assert f(T) == 3", "def init():\n    global T\n    T = [1, 2]\ninit()"), "f = sum"),
-    "a side effect": (row("assert f(v) == 4", "v = [3, 1, 2]\nlast = v.pop()"), "f = sum"),
     "two targets": (row("assert f(t) == 5", "t = [0]\nt[0] = x = 5"), "f = sum"),
     "an API of the tests": (
         row("assert f(9) == 4", "def is_bad(n):\n    return n >= 4"),
@@ -269,7 +245,6 @@ HONEST_PROGRAMS = {
         "def f(v): return L(v)",
     ),
     "an addition": (row("assert f(y) == 4 and f(total) == 4", "total = 0\ny = 3\ntotal += y"), INCREMENT),
-    "a deletion": (row("assert f(t) == 1", "a = 1\nb = 2\nt = [a]\ndel a, b"), "f = sum"),
     "a name in a class": (row("assert f(P.x) == 4", "x = 3\nclass P:\n    x = x"), INCREMENT),
     "a function in the judgement": (
         row("assert f(1) == ref(1)\nassert ref(f(2)) == 4", "low = 1\ndef ref(n):\n    return n + low"),
@@ -301,18 +276,6 @@ def test_no_program_runs_after_a_judgement() -> None:
         patch.setattr(code, "Sandbox", Recorded)
         assert right(row(checks, "def ref(): return 1"), INCREMENT)
     assert asked == ["program"] * 24 + ["judge"] * 2
-
-
-def test_helpers_are_looked_at_once_for_a_row() -> None:
-    """Not once for an assert: a table may be long, and asserts many."""
-    text = row("\n".join(f"assert f({n}) == {n} + len(table)" for n in range(50)), "table = {1: 2}")
-    seen: list[ast.AST] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("unparse", "walk"):
-            real = getattr(ast, name)
-            patch.setattr(ast, name, lambda node, real=real: seen.append(node) or real(node))
-        read_tests(text)
-    assert 2 < sum(isinstance(node, ast.Assign) for node in seen) < 10
 
 
 def test_plain_values_come_back_as_they_were() -> None:

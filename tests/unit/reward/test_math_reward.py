@@ -20,7 +20,6 @@ from math_verify import grader
 
 from bapo_megatron.reward import math_verify_compare
 from bapo_megatron.reward.answer_text import last_boxed
-from bapo_megatron.reward.answer_words import canonical, reading, split_name
 from bapo_megatron.reward.math import MathVerifyProcess, answer_is_right, answers_equal, check_ground_truth
 from bapo_megatron.reward.pool import overlong_penalty
 
@@ -43,7 +42,6 @@ EQUAL: list[tuple[str, ...]] = [
     (r"10\%", "0.1"),
     (r"\boxed{12}", "12"),
     ("12", r"\boxed{12}"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
     ("1" + "0" * 60, "1" + "0" * 60),
 ]
 
@@ -90,11 +88,9 @@ def test_wrong_and_malformed_answers(row: tuple[str, ...]) -> None:
         (r"\boxed{\boxed{5}}", "5"),
         (r"\boxed{a}b}", "a"),
         (r"{ \boxed{5}", "5"),
-        (r"}}} \boxed{5}", "5"),
         (r"\\boxed{5}", "5"),
         (r"\\\boxed{5}", "5"),
         (r"\mbox{5}", None),
-        ("none", None),
         ("", None),
     ],
 )
@@ -285,51 +281,6 @@ def test_each_part_of_a_truth_counts(truth: str) -> None:
             if is_whole or part.isdigit():
                 assert not right(truth, changed), changed
             start = truth.find(part, start + 1)
-
-
-@pytest.mark.parametrize(
-    ("answer", "parts", "words"),
-    [
-        (r"2\text{ hours }30\text{ minutes}", ("2", "30", ""), ("h", "min")),
-        (r"15 \mathrm{~km} / \mathrm{h}", ("15", ""), ("km/h",)),
-        ("60 miles per hour", ("60", ""), ("mi/h",)),
-        (r"9.8\text{ m/s}^2", ("9.8", ""), ("m/s^2",)),
-        (r"12\text{ sq. cm}", ("12", ""), ("cm^2",)),
-        (r"\$5\text{ million}", ("5", ""), ("million dollar",)),
-        (r"x=3\text{ or }x=5", (r"x=3 or x=5",), ()),
-        ("5 or more", ("5", ""), ("or more",)),
-        ("2abc+mgh", ("2abc+mgh",), ()),
-        (r"\frac{1}{2} mgh", (r"\frac{1}{2} mgh",), ()),
-        (r"x_{\text{max}}", (r"x_{\text{max}}",), ()),
-        ("2 sinx", ("2 sinx",), ()),
-    ],
-)
-def test_an_answer_is_split_into_mathematics_and_words(
-    answer: str, parts: tuple[str, ...], words: tuple[str, ...]
-) -> None:
-    found = reading(answer)
-    assert (found.parts, found.words) == (parts, words)
-
-
-def test_words_have_one_spelling() -> None:
-    assert canonical("Square Feet") == canonical("ft^2") == "ft^2"
-    assert canonical("degrees Celsius") == canonical("C")
-    assert canonical("P.M.") == canonical("pm")
-
-
-@pytest.mark.parametrize(
-    ("answer", "split"),
-    [
-        ("f(2)=3", ("f(2)", "3")),
-        ("P(X=2)=0.5", ("p(x=2)", "0.5")),
-        (r"\text{Area}=5", ("area", "5")),
-        ("x=3", ("", "x=3")),
-        (r"9\text{ if }x=4", ("", r"9\text{ if }x=4")),
-        ("f(1)=2, f(2)=3", ("", "f(1)=2, f(2)=3")),
-    ],
-)
-def test_the_name_of_a_value(answer: str, split: tuple[str, str]) -> None:
-    assert split_name(answer) == split
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 
 import pytest
 
@@ -79,7 +78,7 @@ def test_a_program_that_proc_does_not_show_is_not_judged_by_its_sleep(
     monkeypatch.setattr(sandbox_module, "CLOCK_FACTOR", 2)
     with Sandbox("import time; time.sleep(1000)", "", 512, 1.0) as sandbox:
         monkeypatch.setattr(sandbox_module, "START_LIMIT_S", 0.0)
-        with pytest.raises(SandboxError, match=r"nothing is known .* does not show it: mount that"):
+        with pytest.raises(SandboxError, match=r"nothing is known .*hidepid"):
             sandbox.run("", 1.0)
 
 
@@ -90,26 +89,6 @@ def test_a_sandbox_that_is_killed_has_not_judged() -> None:
         pytest.raises(SandboxError, match="the sandbox was killed while a program ran"),
     ):
         sandbox.run("", 100.0)
-
-
-@pytest.mark.parametrize("kills", [count(), iter([5, 5])], ids=["short of memory", "killed otherwise"])
-def test_a_program_that_the_machine_kills_for_memory_was_not_judged(
-    monkeypatch: pytest.MonkeyPatch, kills: Iterator[int]
-) -> None:
-    """One that is killed without such a kill has had its time, or has done it itself: it is wrong."""
-    assert isinstance(sandbox_module._out_of_memory_kills(), int)  # the kernel's count
-    monkeypatch.setattr(sandbox_module, "_out_of_memory_kills", lambda: next(kills))
-    with (
-        Sandbox(ENDLESS, "", 512, 100.0) as sandbox,
-        beside(sandbox, lambda _, case: os.kill(case, signal.SIGKILL)),
-    ):
-        if isinstance(kills, count):
-            with pytest.raises(SandboxError, match="out of memory; lower reward.workers"):
-                sandbox.run("", 100.0)
-        else:
-            ended = sandbox.run("", 100.0)
-            assert ended is not None
-            assert ended.code == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

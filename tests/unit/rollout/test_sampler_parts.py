@@ -161,9 +161,6 @@ def test_each_distinct_failure_is_reported_once_then_counted() -> None:
         reports.note(result)
     told = [(event["failure"], event["count"], "traceback" in event) for event in events]
     assert told == [("raised", 1, True), ("raised", 10, False), ("raised", 100, False), ("time", 1, False)]
-    for number in range(1000):  # a reward with a new error each time must not fill the disk
-        reports.note(RewardResult(0.0, "raised", "", "", f"line {number}"))
-    assert len(events) < 60
 
 
 @pytest.mark.parametrize(

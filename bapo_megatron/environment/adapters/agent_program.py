@@ -57,10 +57,8 @@ class AgentEnd:
     reward_file: str
     """Content of the file ``REWARD_FILE``; empty if the program wrote none."""
 
-    def log(self, command: Sequence[str], turns: int) -> str:
-        how = f"ended with {self.code}"
-        if self.code is None:
-            how = f"was ended by the run after {turns} answers: a limit of its episode, or the run's own end"
+    def log(self, command: Sequence[str]) -> str:
+        how = "was ended by the run" if self.code is None else f"ended with {self.code}"
         return (
             f"{command} {how}\nreward file: {self.reward_file[:80]!r}\n\n"
             f"--- standard error ---\n{self.errors}\n--- standard output ---\n{self.output}\n"

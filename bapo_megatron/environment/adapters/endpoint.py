@@ -51,8 +51,7 @@ class EndpointEnvironment(LoopEnvironment):
         return self._reward(end)
 
     def _keep_log(self, end: AgentEnd) -> None:
-        text = end.log(self.settings["command"], self._turns)
-        keep_log(Path(self.logs_dir or ""), self.task.episode, text)
+        keep_log(Path(self.logs_dir or ""), self.task.episode, end.log(self.settings["command"]))
 
     def _reward(self, end: AgentEnd) -> float | None:
         by_exit_code = self.settings.get("reward") == "exit_code"

@@ -115,6 +115,7 @@ async def test_plain_steps_run_beside_each_other(tmp_path: Path) -> None:
         ("exit", "raised", "SystemExit"),
         ("stop iteration", "raised", "StopIteration"),
         ("no reply", "raised", "step returned str: return a Reply"),
+        ("surrogate", "raised", "surrogates not allowed"),
         ("long", "raised", "5242880 characters; at most 4194304 may be"),
         ("note", "raised", "Reply.note has 71682 bytes as JSON"),
         ("nested note", "raised", "Reply.note has more than 100 lists and objects within each other"),

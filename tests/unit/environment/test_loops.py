@@ -229,30 +229,16 @@ def test_the_logs_of_programs_are_kept_and_bounded(tmp_path: Path, monkeypatch: 
         play(EndpointEnvironment, replace(TASK, episode="0-2-0"), dies, ["6"])
 
 
-def test_a_program_that_the_run_ends_has_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the most turns, or tokens, or a time limit: the run closes the object."""
-    monkeypatch.setattr(EndpointEnvironment, "logs_dir", str(tmp_path))
-    loud = first("import sys; sys.stderr.write('thinks'); sys.stderr.flush()")
-
-    async def cut() -> None:
-        environment = EndpointEnvironment(replace(TASK, episode="0-0-0"), loud)
-        assert [await environment.step("3"), await environment.step("9")] == [Reply("higher"), Reply("lower")]
-        environment.close()
-        await asyncio.gather(environment._playing, return_exceptions=True)  # type: ignore[arg-type]
-
-    asyncio.run(cut())
-    text = (tmp_path / "0-0-0.log").read_text()
-    assert "was ended by the run after 2 answers: " in text
-    assert "thinks" in text
-
-
 def _is_waiting(process: psutil.Process) -> bool:
     with suppress(psutil.Error):  # it has ended: a child of another test
         return "waits" in process.cmdline()
     return False
 
 
-def test_a_program_ends_with_its_episode(tmp_path: Path) -> None:
+def test_a_program_ends_with_its_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its log then, too."""
+    monkeypatch.setattr(EndpointEnvironment, "logs_dir", str(tmp_path))
+
     async def closed_early() -> list[psutil.Process]:
         environment = EndpointEnvironment(TASK, program("waits"))
         step = asyncio.create_task(environment.step("3"))
@@ -267,6 +253,8 @@ def test_a_program_ends_with_its_episode(tmp_path: Path) -> None:
         return found
 
     assert not psutil.wait_procs(asyncio.run(closed_early()), timeout=60)[1]
+    [log] = tmp_path.glob("*.log")
+    assert "was ended by the run" in log.read_text()
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

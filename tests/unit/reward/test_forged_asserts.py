@@ -145,6 +145,7 @@ def test_tests_that_can_be_forged_are_counted() -> None:
     assert forgeable_tests(json.dumps(block)) == 1
     assert forgeable_tests('["assert f(1) == 2", "assert set(map(f, [1])) == {f(2)}"]') == 1
     assert forgeable_tests('{"inputs": ["1"], "outputs": ["1"]}') == 0
+    assert forgeable_tests(r"\frac{1}{2}") == 0
     assert forgeable_tests("{}") == 0
     helpers = {"test_code": "K = 2\ndef near(a): return abs(a) < K\ndef check(f):\n    assert near(f(1))\n"}
     (case,) = read_tests(json.dumps({**helpers, "entry_point": "f"})).cases

@@ -243,12 +243,12 @@ def read_traits(config: EnvironmentConfig, limit_s: float = START_LIMIT_S) -> Tr
     try:
         child = AnsweringChild(program.command, environment)
     except OSError as error:
-        raise ConfigError(f"environment.python={config.python} cannot be started: {error}") from error
+        raise ConfigError(f"environment.python={config.python} is not a program: {error}") from error
     try:
         answer = child.ask(program.settings, limit_s)
     except ChildError as error:
-        asked = f"environment.function={config.function}, environment.python={config.python}"
-        raise ConfigError(f"{asked}: its worker did not start: {error}; its messages are above") from error
+        did_not = f"its worker did not start (environment.python={config.python}): {error}"
+        raise ConfigError(f"environment.function={config.function}: {did_not}; see above") from error
     finally:
         child.close()
     if "problem" in answer:

@@ -108,7 +108,7 @@ def test_a_subclass_is_checked_as_its_base_is(kind: type[Environment], own: str)
 
 
 def test_an_interpreter_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be started"):
+    with pytest.raises(ConfigError, match="is not a program"):
         read_traits(
             replace(EnvironmentConfig("tests.support.environments:Async"), python=tmp_path / "python")
         )

@@ -97,6 +97,7 @@ class Sandbox:
         self._case_limit_s = case_limit_s
         self.used_s = 0.0
         """Total time of all cases so far, see `Ended.time_s`."""
+        self._out_of_memory = _out_of_memory_kills()
         job = {
             "source": source,
             "prelude": prelude,
@@ -184,6 +185,11 @@ class Sandbox:
             raise SandboxError(f"the sandbox was killed while a program ran: {error}") from error
         if ended is not None:
             ended = replace(ended, time_s=max(ended.time_s, clock.used_s) + clock.slept_s)
+            if ended.code == -signal.SIGKILL and _out_of_memory_kills() > self._out_of_memory:
+                raise SandboxError(
+                    "the program was killed while this machine was out of memory; lower reward.workers or "
+                    "reward.memory_limit_mb"
+                )
         self.used_s += limit_s if ended is None else ended.time_s
         return None if ended is None or ended.time_s > limit_s else ended
 
@@ -240,6 +246,13 @@ def _stat(folder: str) -> list[str]:
     """Return the fields of a process or thread after its name, which may have any characters."""
     with open(f"{folder}/stat", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
+
+
+def _out_of_memory_kills() -> int:
+    """Return the number of out-of-memory kills in any cgroup since boot."""
+    with suppress(OSError), open("/proc/vmstat") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    return 0
 
 
 def _environment(box: str) -> dict[str, str]:

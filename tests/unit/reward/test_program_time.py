@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 
 import pytest
 
@@ -120,3 +121,23 @@ def test_the_time_of_several_threads_is_added() -> None:
     assert one is not None
     assert two is not None
     assert two.time_s > 1.4 * one.time_s
+
+
+@pytest.mark.parametrize("kills", [count(), iter([5, 5])], ids=["short of memory", "killed otherwise"])
+def test_a_program_that_the_machine_kills_for_memory_was_not_judged(
+    monkeypatch: pytest.MonkeyPatch, kills: Iterator[int]
+) -> None:
+    """One that is killed without such a kill has had its time, or has done it itself: it is wrong."""
+    assert isinstance(sandbox_module._out_of_memory_kills(), int)  # the kernel's count
+    monkeypatch.setattr(sandbox_module, "_out_of_memory_kills", lambda: next(kills))
+    with (
+        Sandbox(ENDLESS, "", 512, 100.0) as sandbox,
+        beside(sandbox, lambda _, case: os.kill(case, signal.SIGKILL)),
+    ):
+        if isinstance(kills, count):
+            with pytest.raises(SandboxError, match="out of memory; lower reward.workers"):
+                sandbox.run("", 100.0)
+        else:
+            ended = sandbox.run("", 100.0)
+            assert ended is not None
+            assert ended.code == -signal.SIGKILL

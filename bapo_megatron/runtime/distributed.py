@@ -67,6 +67,11 @@ def launched_world_size() -> int | None:
         has_rank = True
     if not has_rank:
         return None
+    missing = [
+        name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if environment_variable(name) is None
+    ]
+    if missing:
+        raise ConfigError(f"RANK is set but {', '.join(missing)} is not: start the run with torchrun or srun")
     return int(os.environ["WORLD_SIZE"])
 
 

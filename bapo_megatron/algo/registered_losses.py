@@ -67,9 +67,14 @@ def check_registered(algorithm: Any, hold_forwards: bool) -> None:
 def check_bounds(algorithm: Any, use: BoundsUse) -> None:
     """Raise ConfigError, with the ignored fields, unless the loss reads what ``algorithm.bounds`` sets."""
     bounds, loss = algorithm.bounds, algorithm.loss
-    read = usual = fixed(bounds.low_start, bounds.high_start)
-    if use != "fixed":  # the defaults, which other losses may leave unchanged
-        read, usual = BoundsConfig(), paper(bounds.bounds_tokens or PAPER_TOKENS)
+    if use == "fixed" and (bounds.low_start, bounds.high_start) != (bounds.low_end, bounds.high_end):
+        raise ConfigError(
+            f"algorithm.loss={loss} reads fixed bounds and searches none, but algorithm.bounds range from "
+            f"{bounds.low_start} to {bounds.low_end} and from {bounds.high_start} to {bounds.high_end}: set "
+            "algorithm.bounds=fixed(low, high)"
+        )
+    read = fixed(bounds.low_start, bounds.high_start) if use == "fixed" else BoundsConfig()
+    usual = paper(bounds.bounds_tokens or PAPER_TOKENS)  # the default, which other losses may leave unchanged
     ignored = [
         f"algorithm.bounds.{item.name}={getattr(bounds, item.name)}"
         for item in dataclasses.fields(bounds)

@@ -36,7 +36,7 @@ from bapo_megatron.algo.bounds import (
     high_values,
     low_values,
 )
-from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, constant_on, ratio, selects, unmasked
+from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, constant_on, ratio, selects, unmasked
 
 CHUNK_TOKENS = 2**16
 """Chunk size on a CPU, in tokens: their float64 copies fit the cache. Other devices take all at once."""
@@ -71,8 +71,9 @@ def policy_loss(
 
     With a dual clip ``c`` a token with ``A < 0`` and ``r > c`` has the value ``c A``. float64, differentiable
     in ``log_ratio_T``; the gradient is exactly zero at tokens that are clipped, masked or beyond
-    ``LOG_RATIO_LIMIT``.
+    ``LOG_RATIO_LIMIT``. Raises ValueError if shapes differ.
     """
+    check_shapes(log_ratio_T, advantage_T, mask_T)
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
     ratio_T = ratio(log_ratio_T)
@@ -89,7 +90,9 @@ def policy_loss(
 def clipped_tokens(
     log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
 ) -> Tensor:
-    """Clipped tokens, bool [T]: ``A > 0 and r >= c_high``, or ``A < 0 and r <= c_low``; not the dual clip."""
+    """Clipped tokens, bool [T]: ``A > 0 and r >= c_high``, or ``A < 0 and r <= c_low``; not the dual clip.
+    Raises ValueError if shapes differ."""
+    check_shapes(log_ratio_T, advantage_T, mask_T)
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
     return above_T | below_T
@@ -144,7 +147,11 @@ def contribution_sums(
     Returns:
         float64 ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]`` on the inputs' device,
         additive over parts of a batch. A nan in a token of the loss makes all of them nan.
+
+    Raises:
+        ValueError: if shapes differ.
     """
+    check_shapes(log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
     fields = [field.reshape(-1) for field in (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)]
     edges = constant_on(log_ratio_T.device, _edges(config))
     if group_T is None:

@@ -54,3 +54,10 @@ def likely(log_prob_T: Tensor, entropy_T: Tensor) -> Tensor:
     """High-probability tokens, ``log pi(y) > -H`` (BAPO's Definition 1), bool [T], up to rounding. For most
     tokens the policy is almost certain: both sides are 0 up to rounding, and the token is likely."""
     return log_prob_T + entropy_T > -ROUNDING
+
+
+def check_shapes(*fields: Tensor) -> None:
+    """Raise ValueError unless all fields have the same shape."""
+    shapes = [tuple(field.shape) for field in fields]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"the fields of the tokens differ in shape: {shapes}")

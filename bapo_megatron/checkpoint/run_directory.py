@@ -351,6 +351,16 @@ def changed_settings(config: RunConfig, before: dict[str, Any] | None) -> list[C
     return differences(plain_values(config), before) if before else []
 
 
+def check_partial_step(changed: list[Change], config: RunConfig) -> None:
+    """Raise ConfigError if the algorithm or seed changes within a partly trained step."""
+    names = {name for name, *_ in changed} & set(config.allow_change)
+    if named := sorted(name for name in names if name.startswith("algorithm.") or name == "seed"):
+        raise ConfigError(
+            f"{', '.join(named)}: the newest checkpoint lies within a step, which must end as it began; "
+            "continue without the change until the next checkpoint, and change it then"
+        )
+
+
 def store_config(config: RunConfig, samples_only: bool = False) -> None:
     """Write the resolved configuration into the run directory atomically; on rank 0, at each start.
     ``samples_only``: it is a ``--rollout-only`` run."""

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from bapo_megatron import __version__
 from bapo_megatron.config import CheckpointConfig
+from bapo_megatron.errors import RunStopped
 from bapo_megatron.interfaces import Saving
 from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, is_main
 from bapo_megatron.runtime.files import remove_folder, sha256_of, sync_file, sync_folder, write_atomically
@@ -219,6 +220,11 @@ class _PendingCheckpoint:
             sync_folder(folder)
         if os.path.lexists(self.final):  # a damaged one, or the run resumed from an older one
             _remove(self.final, OldFiles())
+        if os.path.lexists(self.final):
+            raise RunStopped(
+                f"{self.final}, an older checkpoint of the same step, cannot be renamed, and the new one is "
+                "not saved: move it away, then give the same command again"
+            )
         self._temporary.rename(self.final)
         sync_folder(self.final.parent)
 

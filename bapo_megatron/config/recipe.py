@@ -41,6 +41,8 @@ def load_recipe(path: Path, kind: type[C]) -> C:
             config = function()
     except ConfigError:
         raise
+    except SystemExit as error:  # its exit code is not the command's: 0 would be a run that is done
+        raise ConfigError(f"recipe {path} ends the program by sys.exit({error.code!r})") from error
     except Exception as error:  # of a syntax error the message, as its place follows
         told = f"SyntaxError({error.msg!r})" if isinstance(error, SyntaxError) else repr(error)
         gone = removed_settings(re.findall(r"unexpected keyword argument '(\w+)'", str(error)))

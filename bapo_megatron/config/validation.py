@@ -68,6 +68,8 @@ def run_problems(run: RunConfig) -> Iterator[str]:
 
 def new_run_problems(run: RunConfig) -> Iterator[str]:
     """Mistakes for which only a new run is refused: one that has begun with them continues as it did."""
+    if run.name.strip(" ./") == "":
+        yield f"name={run.name!r} names no run: give one; its directory and boards have it, too"
     low, high = run.algorithm.bounds.low_start, run.algorithm.bounds.high_end
     if low >= 1 or high <= 1:
         yield (

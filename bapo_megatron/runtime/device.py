@@ -16,7 +16,6 @@ import stat
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
@@ -70,18 +69,6 @@ def gpu_problem() -> str | None:
         f"{_torch_reason()}. Its CUDA is {torch.version.cuda}: install a CUDA build (`make cluster`), update "
         "the driver (CUDA 13: R580 or newer), or start the container with its GPUs (docker: --gpus all; "
         f"enroot: NVIDIA_VISIBLE_DEVICES=all); {DEVICE_VARIABLE}=cpu asks for the CPU"
-    )
-
-
-def has_apex() -> bool:
-    """Whether NVIDIA's apex is installed; PyPI has another package of that name, without optimizers."""
-    try:
-        spec = find_spec("apex")
-    except (ImportError, ValueError):
-        return False
-    folders = (spec and spec.submodule_search_locations) or ()
-    return any(
-        (Path(folder) / name).exists() for folder in folders for name in ("optimizers", "optimizers.py")
     )
 
 

@@ -53,6 +53,7 @@ EVENT_KINDS = {
     "progress_again": _news("a stalled run makes progress again"),
     "engine_gap": _trouble("log-probs of engine and trainer differ by more than a limit"),
     "routes_differ": _trouble("engine and trainer send the same tokens to different experts"),
+    "bounds_idle": _usual("the search has not moved any clipping bound"),
     "episodes_cut": _usual("a limit of turns or tokens ended all episodes of a step before their reward"),
     "all_rejected": _usual("masks and corrections rejected all responses of an update"),
     "no_updates": _trouble("the run is done, and no step has changed the policy"),
@@ -67,6 +68,7 @@ EVENT_KINDS = {
         "a damaged checkpoint was passed over; the run continues from an older one"
     ),
     "old_kept": _trouble("something old could not be deleted, with the reason; it is tried again"),
+    "resume_check": _usual("a part of the resume check could not be compared"),
     "resume_mismatch_accepted": _usual("a difference from the checkpoint was accepted by a flag"),
     "export": _usual("the final Hugging Face folder is complete"),
     "export_started": _usual("a step's export was begun"),

@@ -27,6 +27,7 @@ from bapo_megatron.checkpoint.run_directory import (
     THREADS,
     Change,
     changed_settings,
+    check_partial_step,
     read_config,
 )
 from bapo_megatron.checkpoint.store import clear_leftovers
@@ -104,7 +105,7 @@ def read_begun(directory: Path) -> Begun:
 def find_resume_point(config: RunConfig, begun: Begun) -> ResumePoint:
     """Return the resume point of ``config.directory``: its newest whole checkpoint. Collective. Reads every
     byte of the checkpoint and deletes leftovers of a killed save. Raises CheckpointError if checkpoints exist
-    but none is whole."""
+    but none is whole; ConfigError if a partly trained step would finish with other settings."""
     # Before the search, because half-written and half-deleted checkpoints are not candidates.
     if is_main():
         clear_leftovers(config.paths)
@@ -115,6 +116,8 @@ def find_resume_point(config: RunConfig, begun: Begun) -> ResumePoint:
         is_main() and _lacks_last_evaluation(config, latest)
     )
     changed, fork = changed_settings(config, begun.settings), begun.fork
+    if partial:
+        check_partial_step(changed, config)
     is_beginning = fork and latest and latest.moment == (fork.origin.step, 0)
     return ResumePoint(latest, first_step, partial, has_work, changed, fork if is_beginning else None)
 
@@ -153,6 +156,9 @@ def check_restored(
         {"kind": "checkpoint_damaged", "checkpoint": saved.path.name, "message": problem}
         for problem in saved.passed_over
     ]
+    if "state" not in stored:
+        message = "written by an earlier version: weights and optimizer are not compared"
+        events.append({"kind": "resume_check", "checkpoint": saved.path.name, "message": message})
     if names:
         events.append(
             {

@@ -120,7 +120,6 @@ def test_a_kill_with_two_sources_of_which_one_has_an_environment(tmp_path: Path)
             "environment.python=/nowhere is not a program",
         ),
         (('--environment.settings={"a": 1}',), "environment.settings needs environment.function"),
-        (("--environment.step-limit-s=700",), "environment.step_limit_s=700 is above"),
     ],
 )
 def test_a_mistake_ends_before_any_work(tmp_path: Path, flags: tuple[str, ...], text: str) -> None:

@@ -52,7 +52,7 @@ def test_the_penalty_keeps_the_policy_near_the_reference(held: Path, tmp_path: P
         near, far = distances(held, estimator), distances(free, estimator)
         assert near[0] == pytest.approx(0.0, abs=1e-6)  # the reference is the model that the run starts from
         assert far[0] == near[0]
-        assert np.mean(far[-8:]) > 2 * np.mean(near[-8:]) > 0
+        assert np.mean(far[-4:]) > 1.5 * np.mean(near[-4:]) > 0
     row = read_jsonl(held / "metrics.jsonl")[-1]
     assert row["reference_kl/penalty"] == pytest.approx(row["reference_kl/k3"], rel=1e-5)
     record = json.loads((held / "reference.json").read_text())

@@ -111,6 +111,11 @@ class ClusterJob:
                 f"parallel.data out"
             )
         tensor = self.config.rollout.sglang.tensor
+        if self.rollout_nodes and self.cluster.gpus_per_node % tensor and tensor > 1:
+            yield (
+                f"rollout.sglang.tensor={tensor} does not divide gpus_per_node={self.cluster.gpus_per_node} "
+                f"of the cluster file"
+            )
         servers, gpus = self.cluster.servers_per_node or 0, self.cluster.gpus_per_node
         if self.rollout_nodes and 0 < gpus < servers * tensor:
             yield (

@@ -33,6 +33,7 @@ LIVE_STATES = (
 )
 """States of a job that runs or will run, also if suspended by a preemption or held by Slurm."""
 
+_DEFAULTS = ("SQUEUE_", "SCANCEL_", "SINFO_")
 _DEADLINE_S = 15.0
 _FOLLOW_S, _LIST_S = 0.5, 5.0
 """Intervals at which followed logs are read, and listed: listing may ask Slurm, whose controller serves the
@@ -118,8 +119,12 @@ class SlurmError(Exception):
 
 def call_slurm(*command: str) -> str:
     """Return a Slurm command's standard output. Raises SlurmError on failure, timeout or absence."""
+    # Without the user's defaults: SQUEUE_STATES hides jobs, SCANCEL_INTERACTIVE prompts.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_DEFAULTS)}
     try:
-        completed = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
+        completed = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SlurmError(f"{command[0]}: {error}") from None
     if completed.returncode:

@@ -157,7 +157,11 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
         if line.startswith("sbatch:"):  # the site's messages; NeMo-Run warns about unused features
             print(printable(line), file=sys.stderr)
     if not dry_run:
-        write_atomically(RunPaths(job.run_dir).submitted_job, completed.stdout)
+        try:
+            write_atomically(RunPaths(job.run_dir).submitted_job, completed.stdout)
+        except OSError as error:  # Slurm has the job, so this must not look like a failure
+            why = f"{error}: `bapo status` and `bapo cancel` know the job only once it has begun"
+            print(f"warning: {why}", file=sys.stderr)
     return completed.stdout
 
 
@@ -180,6 +184,8 @@ def nemo_run_python() -> str:
 
 _OF_CLIENTS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_SACK_KEY")
 """Slurm variables that locate and authenticate its controller, not a job's settings."""
+_OF_CONTAINERS = tuple(f"PYXIS_CONTAINER_{name}" for name in ("IMAGE", "MOUNTS", "WORKDIR", "NAME", "SAVE"))
+"""pyxis defaults for every srun, even of a job without a container."""
 _OF_JOBS = ("SLURM_", "SLURMD_", "SRUN_")
 
 
@@ -201,7 +207,7 @@ def submission_environment(
         if in_a_job and name.startswith(_OF_JOBS) and name not in _OF_CLIENTS:
             continue
         # NeMo-Run's environment has other package versions, which PYTHONPATH would mix in.
-        if name == "PYTHONPATH" or name in of_plain_sbatch or name.startswith("SBATCH_"):
+        if name == "PYTHONPATH" or name in of_plain_sbatch or name.startswith(("SBATCH_", *_OF_CONTAINERS)):
             if name not in settings:
                 left_out.append(name)
             continue

@@ -1,12 +1,15 @@
 """Recorder of a run: metrics, events.jsonl, progress line; a step's clock and metrics; the run's end.
 
-``Recorder`` is on rank 0 only; ``step_metrics`` returns a step's metrics. Two context managers surround it:
+``Recorder`` is on rank 0 only; ``step_metrics`` returns a step's metrics. If none of the first 16 stale
+updates of a start has moved BAPO's bounds, the recorder prints the fixed bounds to which the run is
+equivalent so far. Two context managers surround it:
 ``sending_events``, the life of the event sender process (``runtime/event_sender.py``), and within it
 ``recorded_end``, which records the end (done, preempted, stopped, failed), so that this event is sent, too.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -18,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from bapo_megatron.algo.bounds import describe
+from bapo_megatron.algo.bounds import BoundsConfig, describe
 from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.doubtful import setting_warnings
@@ -36,6 +39,45 @@ MOVED = "bapo/bounds_moved"
 searched."""
 MOVES = frozenset({MOVED, "bapo/moved_tokens"})
 """Metrics of stale updates only; ``moved_tokens``: share of tokens with a bound moved by their own search."""
+
+
+_STALE_UPDATES = 16
+"""Stale updates without a move before the notice: two steps of the usual reuse."""
+
+
+class IdleSearch:
+    """Counter of stale updates (ratios not all 1) without a moved bound; ``observe`` gives one notice."""
+
+    def __init__(self, bounds: BoundsConfig) -> None:
+        self._bounds = bounds
+        self._idle: list[tuple[int, float]] = []
+        """Step and contribution of each stale update."""
+        self._is_over = False
+
+    def observe(self, step: int, updates: Sequence[Metrics]) -> str | None:
+        """Return the notice after ``step``; None if there is none."""
+        self._is_over |= any(update.get(MOVED) for update in updates)
+        stale = [update for update in updates if update.get(MOVED) == 0]
+        self._idle += [(step, update.get("bapo/contribution") or 0.0) for update in stale]
+        if self._is_over or len(self._idle) < _STALE_UPDATES:
+            return None
+        self._is_over = True
+        return self._message()
+
+    def _message(self) -> str:
+        bounds, steps = self._bounds, [step for step, _ in self._idle]
+        share = sum(share for _, share in self._idle) / len(steps)
+        why = ""
+        if math.isfinite(share) and share >= bounds.target:
+            why = (
+                f", because positive tokens hold {share:.2g} of the {bounds.measure}, above the target of "
+                f"{bounds.target:g}"
+            )
+        return (
+            f"the bounds have not moved in the last {len(steps)} stale updates (steps {steps[0]} to "
+            f"{steps[-1]}), in which this run equals fixed({bounds.low_start:g}, {bounds.high_start:g}){why} "
+            f"(docs/algorithm.md#which-preset)"
+        )
 
 
 class RunRecords:
@@ -83,6 +125,7 @@ class Recorder(RunRecords):
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
         super().__init__(config, first_step)
+        self._idle_search = IdleSearch(config.algorithm.bounds)
         self._progress = Progress(config.steps)
         root = self._paths.root
         if not has_work:
@@ -108,6 +151,9 @@ class Recorder(RunRecords):
             self._metrics.write_update(step, {"update": number, **update})
         self._metrics.write_step(step, metrics)
         self._progress.update(step, metrics)
+        if message := self._idle_search.observe(step, updates):
+            self._events.event("bounds_idle", step=step, message=message)
+            print(f"note: {message}", flush=True)
         self._warn_of_rejections(step, updates)
         self.warn_of_cut_episodes(step, metrics)
 
@@ -275,7 +321,13 @@ def sending_events(config: RunConfig) -> Iterator[None]:
     if not config.logging.on_event:
         yield
         return
-    process, limit_s = _start_sender(config), _LAST_S
+    limit_s = _LAST_S
+    try:
+        process = _start_sender(config)
+    except OSError as error:  # a limit of processes, for example
+        print(f"warning: logging.on_event: events cannot be sent: {error}", file=sys.stderr, flush=True)
+        yield
+        return
     try:
         yield
     except Preempted:

@@ -219,7 +219,7 @@ def test_a_loss_of_the_present_directory_is_found(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("loss", "bounds", "fields"),
     [
-        (BOUNDED, balanced(), "low_end=0.9.*high_end=3.0.*algorithm.bounds=fixed"),
+        (BOUNDED, balanced(), "reads fixed bounds and searches none.*algorithm.bounds=fixed"),
         (
             BOUNDED,
             dataclasses.replace(clip_higher(), dual_clip=3.0, target=0.5),

@@ -198,7 +198,7 @@ def test_a_full_disk_is_one_message_and_leaves_its_room(parent: Path, tmp_path: 
     ("file", "content", "why"),
     [
         ("policy/deep/weights.bin", b"Weights of 20", "policy/deep/weights.bin differs from the manifest"),
-        ("manifest.json", None, "manifest.json is missing"),
+        ("manifest.json", None, "manifest.json cannot be read"),
         ("trainer.json", None, "trainer.json"),
     ],
 )

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from bapo_megatron.checkpoint.run_directory import (
+    changed_settings,
+    check_partial_step,
     check_same_run,
     check_writable,
     only_writer,
+    read_config,
     store_config,
     with_former_defaults,
 )
@@ -180,3 +183,16 @@ def test_a_run_of_before_goes_on_with_its_default(
     assert with_former_defaults(changed) == (changed, [])
     store_config(changed)
     assert with_former_defaults(old) == (old, [])
+
+
+def test_a_step_ends_as_it_began(begun: RunConfig) -> None:
+    """Behind a checkpoint within a step, what the step computes cannot be changed even by name."""
+    allowed = {"allow_change": ("algorithm.reuse_epochs", "optimizer.lr"), "optimizer.lr": 0.1}
+    slower = altered(begun, allowed)
+    reused = altered(slower, {"algorithm.reuse_epochs": 7})
+    changed = changed_settings(reused, read_config(reused.directory))
+    assert ("optimizer.lr", 2e-6, 0.1) in changed
+    with pytest.raises(ConfigError, match="^algorithm.reuse_epochs: .* lies within a step"):
+        check_partial_step(changed, reused)
+    check_partial_step(changed_settings(slower, read_config(slower.directory)), slower)
+    assert changed_settings(begun, None) == []

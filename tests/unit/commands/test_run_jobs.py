@@ -199,3 +199,15 @@ def test_a_submitted_job_is_the_runs_once_the_one_before_is_over(
         assert found is not None
         assert found.job == wanted
     assert found.status == "done"
+
+
+def test_a_users_defaults_of_squeue_do_not_hide_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQUEUE_STATES=RUNNING hides a job that waits: `bapo cancel` would find none in the queue."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text('#!/bin/sh\n[ -n "$SQUEUE_STATES" ] || echo "PENDING|Priority"\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
+    assert run_job.queue_state("41") == ("PENDING", "Priority")

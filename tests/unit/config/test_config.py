@@ -77,8 +77,8 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
         ({"parallel.virtual": 2}, "parallel.virtual=2 needs parallel.pipeline"),
         ({"rollout.budget_tokens": 66, "rollout.max_staleness": 2}, "s=66 .*set rollout.max_staleness=3$"),
         ({"checkpoint.every": 10, "checkpoint.export_every": 25}, "export_every=25 .*=10.*: set it to 20$"),
-        ({"checkpoint.after_export": "up '{folder}"}, "after_export=.*no closing quotation"),
-        ({"logging.on_event": ("mail 'me",)}, "on_event=.*no closing quotation"),
+        ({"checkpoint.after_export": "up '{folder}"}, "after_export=.*No closing quotation"),
+        ({"logging.on_event": ("mail 'me",)}, "on_event=.*No closing quotation"),
         ({"evaluation.every": 5}, "evaluation.every=5 needs evaluation.suites"),
         ({"checkpoint.keep_best": 1}, "keep_best=1 needs evaluation.every"),
         (

@@ -160,11 +160,6 @@ def test_nothing_predicts_the_first_token_of_a_sample_without_a_prompt() -> None
     assert pack.rollout_log_prob_T.tolist() == [-2, -3, -1]
 
 
-def test_a_layout_of_multiples_that_do_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="length_multiple=6 is not a multiple of document_multiple=4"):
-        PackLayout(length_multiple=6, document_multiple=4)
-
-
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=20),
     st.integers(1, 4),

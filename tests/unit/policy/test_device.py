@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bapo_megatron.policy import device
-from bapo_megatron.runtime.device import has_apex
 
 
 def test_transformer_engine_needs_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,17 +75,3 @@ def test_one_rank_makes_no_collective_on_a_cpu(ranks: int, monkeypatch: pytest.M
     buffer.dist_reduce_scatter_func(values, values, op=None, group=group, async_op=False)
     buffer.dist_all_gather_func(values, values, group=group, async_op=False)
     assert calls == ([] if ranks == 1 else ["reduce_scatter_tensor", "all_gather_into_tensor"])
-
-
-PLAYED = Path(__file__).parents[2] / "support/played_apex"
-
-
-def test_apex_is_recognized_by_its_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyPI's package of that name has no optimizers; the check does not import it."""
-    assert not has_apex()
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex/__init__.py").write_text("raise RuntimeError('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert not has_apex()
-    monkeypatch.syspath_prepend(PLAYED)
-    assert has_apex()

@@ -167,5 +167,5 @@ def test_broadcast_needs_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     check_gpus(asked("disk", servers), 8)
     check_gpus(asked("broadcast", with_nccl(tmp_path, "same", "echo 2.29.7")), 8)
     check_gpus(asked("broadcast", tmp_path / "none", ("http://node9:1",)), 8)  # nothing to ask
-    with pytest.raises(ConfigError, match="broken has .*no NCCL"):
+    with pytest.raises(ConfigError, match="broken does not say its version of NCCL: .*no NCCL"):
         check_gpus(asked("broadcast", with_nccl(tmp_path, "broken", "echo no NCCL >&2; exit 1")), 8)

@@ -32,6 +32,8 @@ from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
 from bapo_megatron.trainer.preflight import check_hooks
 from bapo_megatron.trainer.records.recorder import (
+    MOVED,
+    IdleSearch,
     Recorder,
     StepClock,
     cut_episodes,
@@ -190,6 +192,36 @@ def test_what_a_recorder_warns_of_is_an_event_and_printed_once(
     assert events[0]["message"].startswith("step 2: no optimizer step in update 1, 3 of updates.jsonl")
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert warnings == [f"warning: {events[place]['message']}" for place in (0, 2, 3)]
+
+
+FRESH: Metrics = {MOVED: None, "bapo/contribution": 0.1}
+
+
+def stale(moved: float = 0.0, share: float = 0.52) -> Metrics:
+    return {MOVED: moved, "bapo/contribution": share}
+
+
+def test_stale_updates_without_a_move_give_one_notice() -> None:
+    idle = IdleSearch(paper())
+    assert [idle.observe(step, [FRESH, *[stale()] * 7]) for step in (1, 2)] == [None, None]
+    said = idle.observe(3, [FRESH, *[stale(share=0.5)] * 2]) or ""
+    for words in ("16 stale updates (steps 1 to 3)", "fixed(0.6, 1.2)", "0.52 of the", "target of 0.4 "):
+        assert words in said
+    assert idle.observe(4, [stale()] * 100) is None
+    assert "because" not in (IdleSearch(paper()).observe(1, [stale(share=0.25)] * 16) or "because")
+
+
+@pytest.mark.parametrize(
+    "updates",
+    [
+        [*[stale()] * 10, stale(1.0), *[stale()] * 20],
+        [{"bapo/contribution": 0.5}] * 50,  # fixed bounds, or a loss without them
+        [FRESH] * 50,
+        [stale()] * 15,
+    ],
+)
+def test_runs_whose_bounds_move_get_no_idle_notice(updates: list[Metrics]) -> None:
+    assert IdleSearch(paper()).observe(1, updates) is None
 
 
 @pytest.fixture

@@ -33,8 +33,11 @@ def _differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "fingerprint_differences", lambda *_: FOUND)
 
 
-def events(*accepted: str, passed_over: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    saved = Checkpoint(Path("run/checkpoints/step_000004"), (4, 0), {"certificate": {}}, passed_over)
+def events(
+    *accepted: str, certificate: dict[str, Any] | None = None, passed_over: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
+    trainer = {"certificate": {"state": {}} if certificate is None else certificate}
+    saved = Checkpoint(Path("run/checkpoints/step_000004"), (4, 0), trainer, passed_over)
     return resume.check_restored(run_config(accept_resume_mismatch=accepted), None, None, saved)  # type: ignore[arg-type]
 
 
@@ -61,7 +64,7 @@ def test_an_accepted_resume_mismatch_is_an_event() -> None:
     ]
 
 
-def test_a_checkpoint_passed_over_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_passed_over_or_without_digests_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who reads `bapo status`, and not the log, learns that steps are made again, and why."""
     monkeypatch.setattr(resume, "fingerprint_differences", lambda *_: {})
     why = "run/checkpoints/step_000006: trainer.json is missing"
@@ -69,6 +72,9 @@ def test_a_checkpoint_passed_over_is_an_event(monkeypatch: pytest.MonkeyPatch) -
     assert event == {"kind": "checkpoint_damaged", "checkpoint": "step_000004", "message": why}
     assert is_trouble(event)
     assert why in event_text(event)
+    [event] = events(certificate={"canary": [1.0]})
+    assert event["kind"] == "resume_check"
+    assert "are not compared" in event["message"]
     assert events() == []
 
 

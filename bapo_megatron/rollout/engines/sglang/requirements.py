@@ -166,7 +166,9 @@ def nccl_settings(flags: Collection[str]) -> dict[str, str]:
 
 def _nccl_of(python: Path) -> str:
     child = run_command([str(python), "-I", "-c", _ASK_NCCL], _ASK_NCCL_S)
-    return child.reason() if child.ended else child.output.strip()
+    if child.ended:
+        raise ConfigError(f"{python} does not say its version of NCCL: {child.reason()}")
+    return child.output.strip()
 
 
 # --- the CUDA runtime of colocated servers -------------------------------------------------------

@@ -70,6 +70,7 @@ _LAUNCHER_VARIABLES = (
 _CPU_VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
+    "TORCHDYNAMO_DISABLE": "1",  # to compile its sampling takes seconds, and a C++ compiler
     "SGLANG_MAMBA_CONV_DTYPE": "float32",  # hybrids; the default, bfloat16, costs 5e-5 in a log-prob
 }
 _VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}

@@ -17,7 +17,7 @@ What NeMo-Run cannot express, and how this file does it:
   token, are exported in `setup_lines`, after the trace is off.
 - All groups get the trainer's cores of a task. A rollout node has one task for all its servers: `_with_cores`
   corrects the header.
-- It replaces `/nemo_run` wherever it stands in the script, so no path may hold it.
+- It replaces `/nemo_run` wherever it stands in the script, so `main` refuses it.
 - It writes arguments without quotes: this file quotes what needs them.
 - The path of its own log, which it does not let one quote, is /dev/null: ours comes after it.
 - Its experiments put the time into every path, and ask `sacct` for the state of jobs. They are not used:
@@ -145,7 +145,10 @@ def _with_cores(script: str, groups: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Print the script, or submit it and print the job's id."""
-    job = json.load(sys.stdin)
+    text = sys.stdin.read()
+    if "/nemo_run" in text:
+        sys.exit("NeMo-Run replaces /nemo_run in every path, flag and variable of a job: rename the folder")
+    job = json.loads(text)
     script = script_of(job)
     if sys.argv[1:] == ["--dry-run"]:
         print(script, end="")

@@ -272,11 +272,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=sys.maxsize)
     parser.add_argument("--tools", choices=("async", "plain", "agent"))
     parser.add_argument("--engine", choices=("sglang", "local"), default="sglang", help="of agents' runs")
+    parser.add_argument("--folder", type=Path, help="of the run, which is kept; else a temporary one")
     given = parser.parse_args()
     minutes = given.minutes or (30 if given.kills == sys.maxsize else math.inf)
     flags, arrows, target = [f"--rollout.sglang.sync={given.sync}"], (), Target()
     with tempfile.TemporaryDirectory() as name:
-        chance, folder, kinds = random.Random(given.seed), Path(name), HARMS
+        chance, folder, kinds = random.Random(given.seed), (given.folder or Path(name)).absolute(), HARMS
         if given.tools == "agent":
             kinds, target = AGENT_KILLS, with_agents(folder, given.engine)
         elif given.tools:

@@ -37,6 +37,11 @@ async def open_pool(
     backend = engine_backend(rollout.engine)
     engines = await backend.open(config, urls, device, opened)
     colocated = rollout.engine_config.colocated
+    if colocated and not all(isinstance(engine, ReleasesMemory) for engine in engines):
+        raise ConfigError(
+            f"rollout.engine={rollout.engine} with colocated=true: its engines cannot release their memory "
+            f"(interfaces.ReleasesMemory); leave colocated out"
+        )
     _check_transport(rollout.engine, rollout.engine_config.sync, engines)
     timeouts = EngineTimeouts(update_s=60 * rollout.engine_config.update_minutes)
     most = max_in_flight or backend.max_in_flight(rollout)

@@ -115,10 +115,13 @@ class WeightUpdates:
         self._loads: list[EngineLoad] = []
 
     async def begin(self, version: int, names: Collection[str] = ()) -> list[str]:
-        """Prepare engines for the weights of ``version``; sleeping ones, ``names``, reclaim weight memory."""
+        """Prepare engines for the weights of ``version``; sleeping ones, ``names``, reclaim weight memory.
+        Raises EngineError if no engine receives: a later ``resume`` would quarantine all of them."""
         self.cancel()
         self._version = version
         self._loads = [EngineLoad(slot, load, version) for slot, load in self._receivers(names)]
+        if not self._loads:
+            raise EngineError(f"{type(self).__name__}: no engine receives these weights in parts")
         return await self._on_all(lambda load: load.begin())
 
     async def receive(self, part: WeightPart | Mapping[str, WeightPart]) -> list[str]:

@@ -171,6 +171,8 @@ def journal_start(state: dict[str, Any], identity: dict[str, Any], step: int) ->
     fields["judged"] = [summary for summary in fields["judged"] if summary[0] not in numbers]
     opened = [groups_opened(again, None)] if again else []
     told = f"the prompts of {len(again)} unfinished groups are sampled again, first"
+    if OUTSTANDING not in state:
+        told = "the prompts of unfinished groups are skipped"
     if not forked:
         return JournalStart(Record("state", fields, {}), opened, "journal_missing", told)
     fields |= {"identity": identity, "served": step, "weights_step": step, "trained": []}
@@ -181,6 +183,8 @@ def journal_start(state: dict[str, Any], identity: dict[str, Any], step: int) ->
         told = f"the dataset begins at its start: {why}"
         return JournalStart(Record("state", fields, {}), [], "fork_position", told)
     told = f"the dataset continues after {state['taken']} prompts; {told}"
+    if state["served"] > step:  # the other run was killed and repeated steps
+        told += f"; those that it had sampled for the steps {step + 1} to {state['served']} are skipped"
     return JournalStart(Record("state", fields, {}), opened, "fork_position", told)
 
 

@@ -23,11 +23,14 @@ from __future__ import annotations
 
 import inspect
 import io
+import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -72,6 +75,8 @@ class IpcSync:
         self._make_digester = make_digester if engines is not None else None
         self._disk, self._engines, self._gpus, self._on_event = disk, engines, gpus, on_event
         self._device = device
+        if device.type == "cpu":
+            remove_leftovers()
         empty = partial(shareable, device=device)
         self._buckets = Buckets(int(bucket_mb * 2**20), device, empty)
         self._step = 0
@@ -176,6 +181,7 @@ def _handles_by_bucket(
 # --- memory handles of tensors --------------------------------------------------------------------
 
 
+_OLD_S = 600.0  # age of a stale shared-memory file, longer than any hand-over
 _ARGUMENTS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 """Argument names with which a reader rebuilds a GPU tensor."""
 
@@ -199,6 +205,18 @@ def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
     with _shared_by_name():
         _HandlePickler(written).dump([(name, tensor.detach()) for name, tensor in named])
     return written.getvalue()
+
+
+def remove_leftovers(folder: Path = Path("/dev/shm")) -> None:
+    """Remove stale shared memory of this user's killed processes, which nothing else removes on a CPU. Keeps
+    young files, which may belong to a process in another PID namespace."""
+    for path in folder.glob("torch_*_*_*"):
+        number = path.name.split("_")[1]
+        with suppress(OSError):  # another process was faster
+            about = path.lstat()
+            is_old = time.time() - about.st_mtime > _OLD_S and about.st_uid == os.getuid()
+            if is_old and number.isdecimal() and not Path("/proc", number).exists():
+                path.unlink()
 
 
 class _HandlePickler(ForkingPickler):

@@ -32,6 +32,7 @@ from bapo_megatron.evaluation.responses import (
     FORMAT,
     RESPONSES,
     SETTINGS,
+    SUMMARY,
     open_folder,
     read_responses,
 )
@@ -338,3 +339,15 @@ def test_a_short_judgement_limit_holds_for_each_test_too() -> None:
         RewardConfig().code_case_limit_s
     )
     assert replace(options, samples=4, pass_at=(4, 1, 16)).wanted_pass_at == (1, 4)
+
+
+@pytest.mark.parametrize("name", [RESPONSES, SUMMARY])
+def test_files_that_no_evaluation_wrote_stay(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine, without an end of line")
+    with (
+        pytest.raises(ConfigError, match=rf"holds {name} without {SETTINGS}: name another --output"),
+        open_folder(tmp_path, settings()),
+    ):
+        pass
+    assert (tmp_path / name).read_text() == "mine, without an end of line"
+    assert not (tmp_path / SETTINGS).exists()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -30,7 +32,7 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
     SglangServer,
 )
 from bapo_megatron.rollout.engines.sglang.requirements import drafting
-from bapo_megatron.types import GenerateRequest, SamplingParams
+from bapo_megatron.types import GenerateRequest, RouteShape, SamplingParams
 from tests.contract.blocking import BlockingEngine
 from tests.support.fake_sglang import FakeServer
 from tests.support.models import save_tiny_model
@@ -333,3 +335,17 @@ def test_a_draft_model_gets_new_weights_from_disk_alone(
     engine.update_weights(weights(model), 5)
     assert server.version == "5"
     assert drafting({"speculative_algorithm": "NGRAM"}) is drafting({"speculative_algorithm": None}) is None
+
+
+def test_routes_of_older_weights_tokens_are_unknown(server: FakeServer, engine: BlockingEngine) -> None:
+    """Of an answer that was retracted all the same, the last version's rows alone are kept."""
+    spans = [{"version": "0", "start": 0, "end": 1}, {"version": "1", "start": 1, "end": 2}]
+    answer = server._answer("generate")
+    answer["meta_info"] |= {
+        "weight_versions": spans,
+        "routed_experts": base64.b64encode(np.array([0, 1, 2, 3], np.int32).tobytes()).decode(),
+    }
+    server.answers["generate"] = (200, answer)
+    [found] = engine.generate([replace(REQUEST, routes=RouteShape(1, 2, 8))])
+    assert found.routes_R is not None
+    assert found.routes_R.tolist() == [[[255, 255]], [[2, 3]]]

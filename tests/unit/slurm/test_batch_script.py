@@ -127,3 +127,14 @@ def test_a_tasks_variables_are_stronger_than_the_images(tmp_path: Path) -> None:
     assert found.stdout == f"a b|/opt/sglang/bin/python|{probe}\n1\n", found.stderr
     outside = replace(job, cluster=replace(cluster, container=None, mounts=()))
     assert "BAPO_TASK_SETTINGS" not in outside.settings()
+
+
+def test_what_nemo_run_would_replace_is_refused() -> None:
+    """It puts its own folder in the place of /nemo_run, wherever that stands in a script."""
+    try:
+        command = [nemo_run_python(), str(ROOT / "slurm/launch.py"), "--dry-run"]
+    except ConfigError as error:
+        pytest.skip(str(error))
+    found = subprocess.run(command, input='{"run": "/data/nemo_run/x"}', capture_output=True, text=True)
+    assert found.returncode == 1
+    assert "rename the folder" in found.stderr

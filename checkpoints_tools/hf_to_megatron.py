@@ -81,6 +81,8 @@ def reshard(
     name = _RELEASE if iteration is None else f"iter_{iteration:07d}"
     root = temporary_folder(output)
     tensors = {name: source.tensors[name] for name in hf_tensors(source.shape)}
+    if vocabulary_multiple is not None and vocabulary_multiple < 1:
+        raise ConfigError(f"--vocab-multiple {vocabulary_multiple}: give a number of at least 1")
     padded = -(-source.shape.vocab // (vocabulary_multiple or 1)) * (vocabulary_multiple or 1)
     contents = replace(_contents(source, weights_only), vocabulary_rows=padded)
     if contents.states:

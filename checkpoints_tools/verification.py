@@ -189,7 +189,7 @@ def verify_files(path: Path, step: str = LATEST, settings: Settings = DEFAULTS) 
     with byte_progress(total, settings.progress) as done, ThreadPoolExecutor(settings.thread_count()) as pool:
         digests = pool.map(lambda name: _sha256(file_below(folder.parent, name), done), entries)
         pairs = list(zip(entries.items(), digests, strict=True))
-    damaged = [name for (name, entry), digest in pairs if digest != entry["sha256"]]
+    damaged = [name for (name, entry), digest in pairs if digest != entry.get("sha256")]
     return FileCheck(folder.parent, len(entries), total, tuple(sorted(damaged)))
 
 

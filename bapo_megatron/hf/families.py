@@ -183,6 +183,8 @@ class Family:
         own = dict(table(config, self.text))
         if len({flag(place, _TIED) for place in (own, config) if place.get(_TIED) is not None}) > 1:
             raise ValueError(f"{_TIED} is not the same in {self.text}: make the two equal")
+        if own.get(_QUANTIZATION):
+            raise ValueError(f"{_QUANTIZATION} is read beside {self.text}, not in it: move it there")
         names = (_TIED, _QUANTIZATION)
         outer = {name: config[name] for name in names if config.get(name) is not None}
         return {**own, **outer, "model_type": config["model_type"]}

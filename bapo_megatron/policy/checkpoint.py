@@ -95,7 +95,7 @@ def _opened(path: Path) -> StoredCheckpoint:
     """Open the checkpoint in ``path``. Collective: raises CheckpointError on every rank if any rank fails."""
     try:
         stored, problem = open_stored(path), None
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         stored, problem = None, str(error)
     if damage := next(filter(None, all_gather(problem)), None):
         raise CheckpointError(damage)

@@ -120,16 +120,16 @@ def prepare_device() -> None:
 
 
 def _own_folder() -> str | None:
-    """Return this user's program folder in TMPDIR on this machine; None without one to which only the user
-    may write: every rank loads its content."""
+    """Return this user's program folder in TMPDIR on this machine; None if it cannot hold programs. Only the
+    user may write to it: every rank loads its content."""
     try:
         path = Path(tempfile.gettempdir(), f"{_FOLDER}{os.getuid()}-{socket.gethostname()}")
         path.mkdir(mode=0o700, exist_ok=True)
-        about = path.lstat()
+        about, runs_nothing = path.lstat(), os.statvfs(path).f_flag & os.ST_NOEXEC
     except OSError:
         return None
     is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
-    return str(path) if is_own else None
+    return str(path) if is_own and not runs_nothing else None
 
 
 def gpu_signs() -> Iterator[str]:

@@ -228,7 +228,9 @@ class EventSender:
         self._keys = [hashlib.sha256(target.encode()).hexdigest()[:12] for target in order.targets]
         self._boxes = [Outbox(partial(self._send, target)) for target in order.targets]
         stored = _stored_positions(self._paths.on_event)
-        self._positions = [stored.get(key, order.offset) for key in self._keys]
+        size = _size_of(self._paths.events)  # smaller than a position if a lost node had its last lines
+        starts = (stored.get(key, order.offset) for key in self._keys)
+        self._positions = [start if start <= size else order.offset for start in starts]
         self._read = min(self._positions)
         self._has_ended = False
         """Whether the run has reported its end; after that it only waits for its boards."""
@@ -356,10 +358,18 @@ def _is_readable(orders: IO[bytes], limit_s: float = 0.0) -> bool:
     return bool(select.select([orders], [], [], limit_s)[0])
 
 
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def _stored_positions(path: Path) -> dict[str, int]:
     try:
-        sent: dict[str, int] = json.loads(path.read_text())["sent"]
-    except FileNotFoundError:
+        sent = json.loads(path.read_text())["sent"]
+        sent = {str(key): int(value) for key, value in sent.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     return sent
 

@@ -1,6 +1,6 @@
 """Targets of `logging.on_event`: a command, a webhook URL, or `$NAME`, an environment variable with either.
 
-``send`` delivers a message to one; it waits at most 20 s for an answer and raises Refused. A command reads
+``send`` delivers a message to one; it blocks for at most 20 s and raises Refused. A command reads
 the message as JSON on standard input. A URL receives a JSON POST, whose field `text` Slack, Mattermost and
 compatible services show. URLs may be secret: no message contains one, and `$NAME` keeps them out of the run
 directory.
@@ -18,7 +18,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.parse import urlsplit
 
-from bapo_megatron.runtime.child_process import UserCommand, command_words, missing_program
+from bapo_megatron.runtime.child_process import ChildDied, UserCommand, command_words, missing_program, within
 from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.http import ask
 
@@ -61,15 +61,20 @@ def resolved(target: str) -> str:
 
 
 def send(target: str, message: dict[str, Any], log: Path, limit_s: float = LIMIT_S) -> None:
-    """Deliver a message. Raises Refused if the target does not accept it; ``limit_s`` limits each wait for
-    bytes of a URL, and a command. ``log``: file to which a command's output is appended."""
+    """Deliver a message. Raises Refused if the target does not accept it within ``limit_s`` seconds. ``log``:
+    file to which a command's output is appended."""
     value, data = resolved(target), json.dumps(message).encode()
     if not value:
         raise Refused(f"{target} is not set")
     if not _is_url(value):
         _run(value, message, data, log, limit_s)
         return
-    if refusal := _post(value, data, limit_s):
+    try:
+        # In a fork with a deadline: a server that sends a byte per second never hits a socket timeout.
+        refusal = within(limit_s, lambda: _post(value, data, limit_s))
+    except (ChildDied, OSError) as error:  # NoAnswer is one; or no memory for a fork
+        refusal = str(error)
+    if refusal:
         raise Refused(refusal.replace(value, "the URL"))
 
 

@@ -127,9 +127,12 @@ def _line(row: Row) -> bytes:
 
 
 def parse_row(line: bytes) -> Row:
-    """Return a line's row; invalid UTF-8 becomes replacement characters. Raises ValueError without a JSON
-    object."""
+    """Return a line's row; what cannot be printed, invalid UTF-8 and half surrogate pairs of a server's text,
+    becomes replacement characters. Raises ValueError without a JSON object."""
     row: Row = json.loads(line.decode(errors="replace"))
+    if b"\\ud" in line.lower():
+        text = json.dumps(row, ensure_ascii=False)
+        row = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     if not isinstance(row, dict):
         raise ValueError("no JSON object")
     return row

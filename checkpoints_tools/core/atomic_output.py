@@ -8,6 +8,7 @@ run's leftovers by their name. A lock file, which NFS can lock unlike a folder, 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -34,6 +35,12 @@ WRITER = "bapo-ckpt"
 
 PARTIAL = ".partial"
 """Suffix of data files until all of the output's are complete."""
+
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "a file would be larger than the system allows",
+}
 
 
 @dataclass
@@ -125,7 +132,7 @@ def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
     """Return ``output`` as an absolute path. Raises ConfigError if it may not be written there."""
     output = output.absolute()
     output = output.parent.resolve() / output.name
-    bring_back(output, replaced_folder(output))  # first: the checks must see what a killed run moved away
+    _restore(output)  # first: the checks must see an output that a killed run moved away
     for source in (source.resolve() for source in sources):
         if output == source or output in source.parents or source in output.parents:
             raise ConfigError(
@@ -159,8 +166,8 @@ def check_space(output: Path, nbytes: int) -> int:
 def atomic_output(output: Path) -> Iterator[Path]:
     """Context manager of the temporary folder; renamed to ``output`` at the end, removed after an error.
 
-    ``output``, from ``check_output``, may hold a checkpoint to be replaced. Raises ConfigError if another
-    process is writing the same output, OSError with its name if the disk is full.
+    ``output``, from ``check_output``, may hold a checkpoint to be replaced. Raises ConfigError if the disk is
+    full, or another process is writing the same output.
     """
     folder = temporary_folder(output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -174,23 +181,41 @@ def atomic_output(output: Path) -> Iterator[Path]:
             put_in_place(folder, output, replaced_folder(output), WRITER, foreign)
         except BaseException as error:  # including a signal at any moment
             shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, OSError) and error.filename is None:
-                error.filename = str(output)
-            raise
+            if not isinstance(error, OSError) or error.errno not in _FULL:
+                raise
+            raise ConfigError(
+                f"{_FULL[error.errno]}: output {output} was not written, and nothing of it was left"
+            ) from error
 
 
 @contextmanager
 def _only_writer(output: Path) -> Iterator[None]:
     """Hold the lock of ``output``, a file beside it, or raise ConfigError if another process does."""
     path, folder = lock_file(output), temporary_folder(output)
+    in_use = ConfigError(f"another process is writing {folder}: wait for it, or end it")
     with open_lock(path) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another process is writing {folder}: wait for it, or end it") from None
-        except OSError:  # Lustre mounted without flock
-            pass
+            raise in_use from None
+        except OSError as error:  # Lustre mounted without flock
+            if folder.exists():
+                raise ConfigError(
+                    f"{folder} is there, and the file system cannot lock files ({error.strerror}): if no "
+                    "other process is writing it, delete it"
+                ) from None
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+            raise in_use  # the writer before has just deleted this file, and another may have made its own
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def _restore(output: Path) -> None:
+    """Undo the first of a killed run's two renames, which moved the old ``output`` away. Raises ConfigError
+    if that run is alive."""
+    aside = replaced_folder(output)
+    if os.path.lexists(aside) and not os.path.lexists(output):
+        with _only_writer(output):
+            bring_back(output, aside)

@@ -203,7 +203,10 @@ def _rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
             raise CheckpointError(
                 f"{path}: expected mp_rank_TP or mp_rank_TP_PPP; models with experts are not supported"
             )
-        folders[int(match[1]), int(match[2] or 0)] = path
+        rank = int(match[1]), int(match[2] or 0)
+        if rank in folders:
+            raise CheckpointError(f"{folders[rank]} and {path} are both of rank {rank}")
+        folders[rank] = path
     for tensor in range(1 + max(tp for tp, _ in folders)):
         for pipeline in range(1 + max(pp for _, pp in folders)):
             if (tensor, pipeline) not in folders:

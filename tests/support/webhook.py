@@ -12,7 +12,7 @@ from tests.support.http_server import HTTPServer
 
 
 class Webhook:
-    """A server for POSTs. ``answer``: a status; ``silent``: none."""
+    """A server for POSTs. ``answer``: a status; ``drip``: a byte now and then, for ever."""
 
     def __init__(self, answer: int | str = 200) -> None:
         self.answer = answer
@@ -23,8 +23,12 @@ class Webhook:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                if hook.answer == "silent":
+                if hook.answer == "drip":
+                    self.send_response(200)
+                    self.send_header("Content-Length", "1000000")
+                    self.end_headers()
                     while hook._open:
+                        self.wfile.write(b"x")
                         time.sleep(0.1)
                     return
                 assert isinstance(hook.answer, int)

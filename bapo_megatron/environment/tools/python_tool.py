@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -105,6 +106,9 @@ Prints the value of a final expression, and the traceback of an error. Names liv
 script: pickle and dataclasses look there.
 """
 
+TURN_LIMITS = 4
+"""Time limit of all calls in a turn, as a multiple of ``limit_s``. Otherwise many hanging calls would exceed
+``environment.step_limit_s`` and fail the response, instead of giving the model an error."""
 _KEPT = "nothing of this call is kept"
 
 
@@ -134,9 +138,14 @@ class PythonTool(Environment):
         calls = self._calls(turn)
         if not calls:
             return Reply(None, metrics={"calls": 0.0, "call_errors": 0.0}, note=list(self._lost))
-        outputs, errors = [], 0
+        outputs, errors, began = [], 0, time.monotonic()
         for code in calls:
-            output, failed = self._run(code) if isinstance(code, str) else (f"error: {code}", True)
+            if isinstance(code, ValueError):
+                output, failed = f"error: {code}", True
+            elif time.monotonic() - began >= TURN_LIMITS * self._settings.limit_s:
+                output, failed = self._left_out(code), True
+            else:
+                output, failed = self._run(code)
             outputs.append(output)
             errors += failed
         metrics = {"calls": float(len(calls)), "call_errors": float(errors)}
@@ -172,6 +181,12 @@ class PythonTool(Environment):
         failed = ended is None or not has_ended or ended.code != WELL
         said = self._said(ended and replace(ended, output=ended.output.replace(mark, "")), has_ended)
         return said, failed
+
+    def _left_out(self, code: str) -> str:
+        """Record a call that exceeds its turn's time, and return the error for the model."""
+        self._codes.append(code)
+        self._lost.append(len(self._codes) - 1)
+        return "error: not run: the calls before it in this turn took too long"
 
     def _said(self, ended: Ended | None, has_ended: bool) -> str:
         if ended is None:

@@ -10,9 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -147,9 +146,61 @@ def test_a_conversion_goes_on_where_nobody_reads_its_lines(checkpoint: Path, tmp
     command = [sys.executable, "-c", _TALKS, "to-hf", str(checkpoint), str(tmp_path / "output")]
     process = subprocess.Popen(command, stdout=write, stderr=write)
     os.close(write)
-    process.wait(120)
+    assert process.wait(120) == 0
     assert (tmp_path / "output/config.json").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+def test_a_signal_during_locking_blocks_no_later_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Just after it was locked, and before anything else."""
+    flock = fcntl.flock
+
+    def told(descriptor: int, how: int) -> None:
+        flock(descriptor, how)
+        raise SystemExit(143)
+
+    output = tmp_path / "output"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="^143$"):
+        patch.setattr(fcntl, "flock", told)
+        with atomic_output.atomic_output(output):
+            pass
+    with atomic_output.atomic_output(output):
+        pass
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_signal_as_the_folder_is_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, output = Path.mkdir, tmp_path / "output"
+
+    def told(folder: Path, *arguments: object, **more: object) -> None:
+        mkdir(folder, *arguments, **more)  # type: ignore[arg-type]
+        if folder == temporary_folder(output):
+            raise SystemExit(143)
+
+    monkeypatch.setattr(Path, "mkdir", told)
+    with pytest.raises(SystemExit, match="^143$"), atomic_output.atomic_output(output):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_its_owner_has_deleted_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run before ends between this one's open and its lock: a third may have a lock of its own."""
+    flock, lock = fcntl.flock, atomic_output.lock_file(tmp_path / "output")
+
+    def late(descriptor: int, how: int) -> None:
+        lock.unlink()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with (
+        pytest.raises(ConfigError, match="another process"),
+        atomic_output.atomic_output(tmp_path / "output"),
+    ):
+        pass
 
 
 def test_a_signal_between_the_renames_brings_the_old_output_back(
@@ -204,16 +255,24 @@ def test_two_runs_at_once(convert: Convert, tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_a_file_system_without_locks_takes_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_no_folder_of_another_run_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lustre mounted without flock."""
 
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with atomic_output.atomic_output(tmp_path / "output"):
-        pass
-    assert list(tmp_path.iterdir()) == [tmp_path / "output"]
+    output = tmp_path / "output"
+    with atomic_output.atomic_output(output) as folder:
+        (folder / "half").touch()
+        with (
+            pytest.raises(ConfigError, match=r"output\.bapo-ckpt\.tmp is there, .* cannot lock files"),
+            atomic_output.atomic_output(output),
+        ):
+            pass
+    assert (output / "half").exists()
 
 
 def test_too_little_space_is_seen_before(
@@ -227,17 +286,33 @@ def test_too_little_space_is_seen_before(
     assert check_space(tmp_path / "new/output", 1000) == 1000
 
 
-def test_a_disk_that_fills_up_has_nothing_left(
-    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        (errno.ENOSPC, ConfigError, "the disk is full: .* was not written, and nothing of it was left"),
+        (errno.EDQUOT, ConfigError, "was not written, and nothing of it was left"),
+        (errno.EFBIG, ConfigError, "larger than the system allows: .* nothing of it was left"),
+        (errno.EIO, OSError, "Input/output error"),
+    ],
+)
+def test_a_disk_that_fills_up_or_breaks(
+    code: int,
+    error: type[Exception],
+    message: str,
+    convert: Convert,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls, pwritev = iter(range(1000)), os.pwritev
+    calls = iter(range(1000))
+    for name in ("pwritev", "copy_file_range"):
+        original = getattr(os, name)
 
-    def write(*arguments: Any) -> int:
-        if next(calls) > 5:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return pwritev(*arguments)
+        def write(*arguments: object, original: Callable[..., int] = original) -> int:
+            if next(calls) > 5:
+                raise OSError(code, os.strerror(code))
+            return original(*arguments)
 
-    monkeypatch.setattr(copying.os, "pwritev", write)
-    with pytest.raises(OSError, match="No space left on device: .*/output"):
+        monkeypatch.setattr(copying.os, name, write)
+    with pytest.raises(error, match=message):
         convert(tmp_path / "output", Settings())
     assert list(tmp_path.iterdir()) == []

@@ -161,3 +161,17 @@ def test_missing_walls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="lacks walls on this machine: no network .* allow_weak_sandbox in"):
         PythonTool(TASK, FENCED)
     PythonTool(TASK, {**FENCED, "allow_weak_sandbox": True})
+
+
+def test_a_turn_of_many_slow_calls_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are left out count as calls that are not kept, also after a kill."""
+    monkeypatch.setattr(python_tool, "TURN_LIMITS", 1)
+    turns = [call("x = 1"), call("while True: pass") + call("x = 2") + call("x = 3"), call("x")]
+    replies = check_durable(PythonTool, TASK, {"limit_s": 2.0}, turns, cuts=[2])
+    late = "error: not run: the calls before it in this turn took too long"
+    assert replies[1] == Reply(
+        ["error: it took longer than 2 s; nothing of this call is kept", late, late],
+        metrics={"calls": 3.0, "call_errors": 3.0},
+        note=[1, 2, 3],
+    )
+    assert replies[2].observation == "1"

@@ -127,6 +127,24 @@ def test_a_file_system_that_fails_for_a_while_does_not_end_the_sender(
     assert hook.kinds() == ["start"]
 
 
+def test_a_damaged_offset_file_counts_as_none(run: Path, hook: Webhook) -> None:
+    written(run, "start")
+    (run / "on_event.json").write_text('{"sent": [1]}')
+    passed(EventSender(order(run, hook.url, offset=0)))
+    assert hook.kinds() == ["start"]
+
+
+def test_a_log_that_lost_its_end_is_read_from_there(run: Path, hook: Webhook) -> None:
+    """As after the loss of a node: the position is on disk, the last lines are not."""
+    written(run, "start", "engine_lost")
+    passed(EventSender(order(run, hook.url, offset=0)))
+    (run / "events.jsonl").write_text("")
+    sender = EventSender(order(run, hook.url, offset=0))
+    written(run, "resume")
+    passed(sender)
+    assert hook.kinds() == ["start", "engine_lost", "resume"]
+
+
 @pytest.mark.parametrize(
     ("step", "longest_s", "patience", "limit_s"),
     [
@@ -179,7 +197,7 @@ def test_a_stall_is_one_by_the_clock_of_the_files(
 
 def test_a_target_that_hangs_leaves_the_others_time_at_the_end(run: Path, hook: Webhook) -> None:
     """The first one never answers: a part of the time that is left is for the second."""
-    hanging = Webhook("silent")
+    hanging = Webhook("drip")
     sender = EventSender(order(run, hanging.url, hook.url))
     written(run, "preempted")
     sender.finish(6.0)

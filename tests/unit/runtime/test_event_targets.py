@@ -48,14 +48,14 @@ def test_a_url_gets_the_message_as_json_with_a_text(hook: Webhook, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
-    [(302, "HTTP 302"), (404, "HTTP 404"), ("silent", "timed out")],
+    [(302, "HTTP 302"), (404, "HTTP 404"), ("drip", "no answer within")],  # a byte at a time
 )
 def test_an_answer_that_is_no_success_is_a_refusal_without_the_url(
     answer: Any, reason: str, hook: Webhook, tmp_path: Path
 ) -> None:
     hook.answer = answer
     with pytest.raises(Refused, match=reason) as refused:
-        send(hook.url, MESSAGE, tmp_path / "log", 0.5 if answer == "silent" else LONG_S)
+        send(hook.url, MESSAGE, tmp_path / "log", 0.5 if answer == "drip" else LONG_S)
     assert "S3CRET" not in str(refused.value)
 
 

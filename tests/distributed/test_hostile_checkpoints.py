@@ -3,6 +3,7 @@ file, and runs nothing of it."""
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.policy import checkpoint
 from tests.support.models import save_tiny_model
 from tests.support.once import made_once
 from tests.support.policies import small_policy
@@ -185,3 +187,17 @@ def test_a_hostile_checkpoint_is_one_line_on_every_rank(
     assert first.isprintable()
     assert str(folder / name / "policy") in first
     assert not list(folder.rglob(PROOF))
+
+
+def test_a_file_system_that_fails_one_rank_is_told_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a rank that could read the folder waits for the other in the collectives of the load."""
+
+    def stale(path: Path) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(checkpoint, "open_stored", stale)
+    monkeypatch.setattr(checkpoint, "all_gather", lambda problem: [None, problem])
+    with pytest.raises(CheckpointError, match="Stale file handle"):
+        checkpoint._opened(tmp_path)

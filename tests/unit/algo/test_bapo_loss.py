@@ -94,6 +94,19 @@ def test_nan_in_a_token_that_counts_is_not_lost(name: str, measure: str) -> None
             assert bapo.policy_loss(**fields, bounds=Bounds(0.5, 1.5)).isnan()
 
 
+@pytest.mark.parametrize("name", ["log_ratio_T", "advantage_T", "rollout_log_prob_T", "mask_T"])
+def test_shapes_must_agree(name: str) -> None:
+    fields = batch()
+    fields[name] = fields[name][:1]  # would broadcast
+    with pytest.raises(ValueError, match="shape"):
+        bapo.contribution_sums(**fields, config=GRID)
+    if name != "rollout_log_prob_T":
+        del fields["rollout_log_prob_T"]
+        for function in (bapo.policy_loss, clip_sums):
+            with pytest.raises(ValueError, match="shape"):
+                function(**fields, bounds=BOUNDS)
+
+
 LN = math.log
 BOUNDS = Bounds(0.75, 1.5)
 DUAL = Bounds(0.75, 1.5, dual_clip=3.0)

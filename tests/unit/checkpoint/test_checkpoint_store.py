@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
+from bapo_megatron.checkpoint import store as stores
 from bapo_megatron.checkpoint.reader import Checkpoint, latest_checkpoint
 from bapo_megatron.checkpoint.store import CheckpointStore, _files_below, clear_leftovers
 from bapo_megatron.config import CheckpointConfig
@@ -205,6 +206,14 @@ def test_a_broken_checkpoint_of_the_same_step_is_replaced(store: CheckpointStore
     (folder_of(store) / "step_000020/manifest.json").unlink()
     save(store, 20, write_policy(b"again"), {"version": 1})
     assert latest_of(store).trainer == {"version": 1}
+
+
+def test_one_that_cannot_be_moved_away_stops_the_run(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "_remove", lambda *_: None)
+    with pytest.raises(RunStopped, match="step_000020, an older checkpoint of the same step.*move it away"):
+        save(store, 20, write_policy(b"new"), {"version": 80})
 
 
 def test_the_newest_save_is_kept_though_broken_ones_have_later_steps(store: CheckpointStore) -> None:

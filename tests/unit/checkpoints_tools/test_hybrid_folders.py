@@ -177,6 +177,9 @@ def test_a_null_outside_of_the_text_model_says_nothing(tmp_path: Path) -> None:
     config = json.loads((save_multimodal(tmp_path / "hf", tied=True) / "config.json").read_text())
     outside = {"tie_word_embeddings": None, "quantization_config": None}
     assert model_shape({**config, **outside}, "config.json").tied
+    config["text_config"]["quantization_config"] = {"quant_method": "fp8"}
+    with pytest.raises(ConfigError, match="quantization_config .*text_config"):
+        model_shape({**config, **outside}, "config.json")
 
 
 def test_tp_times_cp_divides_the_key_heads(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ def test_padding_of_the_vocabulary_is_cut(stored: Path, tmp_path: Path) -> None:
     reshard(tmp_path / "padded", tmp_path / "plain")
     plain = read_torch_dist(tmp_path / "plain")
     assert plain.metadata.tensors["embedding.word_embeddings.weight"].shape[0] == 101
+    with pytest.raises(ConfigError, match="--vocab-multiple -8: give a number of at least 1"):
+        reshard(stored, tmp_path / "out", vocabulary_multiple=-8)
 
 
 def test_reshard_refuses_what_another_command_does(tmp_path: Path) -> None:
@@ -292,7 +294,10 @@ def test_missing_and_strange_folders_are_named(legacy: Path) -> None:
     (legacy / "mp_rank_00_000_000").mkdir()
     with pytest.raises(CheckpointError, match="mp_rank_00_000_000: expected mp_rank_TP or mp_rank_TP_PPP"):
         open_checkpoint(legacy)
-    (legacy / "mp_rank_00_000_000").rmdir()
+    (legacy / "mp_rank_00_000_000").rename(legacy / "mp_rank_00")
+    with pytest.raises(CheckpointError, match="are both of rank"):
+        open_checkpoint(legacy)
+    (legacy / "mp_rank_00").rmdir()
     shutil.rmtree(legacy / "mp_rank_01_001")
     with pytest.raises(CheckpointError, match="no folder of tensor rank 1 and pipeline rank 1"):
         open_checkpoint(legacy)

@@ -86,6 +86,7 @@ def renamed(**fields: object) -> ClusterJob:
     ("made", "force", "says"),
     [
         (lambda: with_sglang(job(), tensor=1), False, "no sequence of 67584 tokens: raise rollout.sglang.te"),
+        (lambda: with_sglang(job(), tensor=3), True, "does not divide gpus_per_node=8"),
         (lambda: job(nodes(9)), True, "72 processes, no multiple of the 64"),
         (lambda: job(nodes(16)), True, "parallel.data=1 needs 64 processes, and 16 nodes have 128"),
         (lambda: with_sglang(job(), urls=("http://a:1",)), True, "set rollout_nodes = 0"),
@@ -348,7 +349,7 @@ def test_what_a_partition_cannot_give_is_told(
 def test_a_job_gets_no_variables_that_would_change_it() -> None:
     """Defaults of sbatch, the job that the shell is in, and settings of a job by plain sbatch."""
     stays = ["BAPO_SGLANG_PYTHON", "HF_TOKEN", "SLURM_CONF", "SLURM_CPU_BIND"]
-    goes = ["BAPO_DEVICE", "PYTHONPATH", "SBATCH_ACCOUNT"]
+    goes = ["BAPO_DEVICE", "PYTHONPATH", "PYXIS_CONTAINER_IMAGE", "SBATCH_ACCOUNT"]
     shell = dict.fromkeys([*stays, *goes, "BAPO_PYTHON"], "x")
     library = ROOT / "slurm/lib"
     kept, left_out = submission_environment(shell, {"BAPO_PYTHON"}, library)
@@ -377,6 +378,10 @@ def test_a_submission_tells_what_the_site_says_and_what_it_leaves_out(
     assert "warning: BAPO_DEVICE of this shell: not handed on to the job" in said
     assert "sbatch: 12 hours left\n" in said
     assert "noise" not in said
+    (tmp_path / "run/logs/submitted.job").unlink()
+    (tmp_path / "run/logs/submitted.job/folder").mkdir(parents=True)  # where no file can be written
+    assert launch(run, dry_run=False) == "4711\n"
+    assert "`bapo status` and `bapo cancel` know the job only once it has begun" in capsys.readouterr().err
 
 
 def test_what_a_submission_needs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

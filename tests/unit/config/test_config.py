@@ -124,6 +124,7 @@ def test_a_mistake_is_named(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"name": ".."}, r"name='\.\.' names no run"),
         ({"checkpoint.every": 10, "checkpoint.keep_every": 25}, "keep_every=25 .*=10.*: set it to 20$"),
         ({"algorithm.bounds": fixed(0.2, 0.28)}, "bounds from 0.2 to 0.28 clip all .* 0.8 and 1.28$"),
     ],
@@ -241,6 +242,7 @@ def test_a_server_that_reads_memory_needs_a_process_that_trains_on_its_gpu() -> 
         ("def recipe():\n    return 1 / 0", "ZeroDivisionError.*line 2"),
         ("x = 1\ndef recipe(:", r"SyntaxError\('invalid syntax'\) in .*bad\.py, line 2$"),
         ("import json\ndef recipe():\n    json.loads('{')", r"in .*bad\.py, line 3$"),
+        ("import sys\ndef recipe():\n    sys.exit(0)", r"ends the program by sys\.exit\(0\)$"),
     ],
 )
 def test_a_bad_recipe_is_named(text: str, message: str, tmp_path: Path) -> None:

@@ -54,6 +54,11 @@ class DiskBackend(EngineBackend):
         return [DiskEngine(mixed)]
 
 
+class SleeplessBackend(EngineBackend):
+    async def open(self, *_: Any) -> list[Engine]:
+        return [ScriptedEngine(mixed)]
+
+
 def run_of(engine: str, settings: EngineConfig) -> RunConfig:
     rollout = RolloutConfig(engine=engine, custom_engine=settings)
     return RunConfig("test", ModelConfig(Path("model")), DataConfig(Path("data")), rollout=rollout)
@@ -74,6 +79,13 @@ async def test_an_engine_that_takes_no_weights_in_parts_is_refused(sync: str, sa
         with pytest.raises(ConfigError, match=rf"sync={sync}: .*{says}"):
             await open_pool(run, (), "cpu", lambda *_, **__: None, stack)
         await open_pool(by_disk, (), "cpu", lambda *_, **__: None, stack)
+
+
+async def test_colocated_engines_must_release_their_memory() -> None:
+    run = run_of(f"{__name__}:SleeplessBackend", EngineConfig(colocated=True))
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ConfigError, match="cannot release their memory .*leave colocated out"):
+            await open_pool(run, (), "cpu", lambda *_, **__: None, stack)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from bapo_megatron.interfaces import Confirm, Engine
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
-from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates
+from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates, WeightUpdates
 from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightParts
 from tests.support.receiving_engine import ReceivingEngine
 from tests.support.sampling import PATIENCE, ScriptedEngine, mixed
@@ -53,6 +53,15 @@ async def refused(match: str, *engines: Engine, timeouts: EngineTimeouts = PATIE
         with pytest.raises(EngineError, match=match):
             await updates.join(GROUP)
             await one_update(updates)
+
+
+async def test_an_update_of_no_engine_is_an_error() -> None:
+    """Of the default driver with engines that do not sleep, say: its ``resume`` would lose all of them."""
+    async with updating(ReceivingEngine("a")) as (pool, _, events):
+        for names in ((), ("a",)):
+            with pytest.raises(EngineError, match="WeightUpdates: no engine receives these weights"):
+                await WeightUpdates(pool).begin(5, names)
+        assert (pool.up, events) == (1, [])
 
 
 async def test_all_engines_finish_a_call_before_the_next_begins() -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -156,6 +157,10 @@ def test_kernels_are_compiled_on_the_own_machine(
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     assert prepared() == [None, None], "others may write there, and ranks would load it"
+    folder.chmod(0o700)
+    with monkeypatch.context() as noexec:
+        noexec.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
+        assert prepared() == [None, None], "what was compiled there cannot be loaded"
     elsewhere = folder.rename(folder.with_name("elsewhere"))
     folder.symlink_to(elsewhere)
     assert prepared() == [None, None]

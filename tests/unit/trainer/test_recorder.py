@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -347,6 +348,15 @@ def test_a_dead_sender_is_told(config: RunConfig, hook: Webhook, capfd: pytest.C
     assert (
         "warning: logging.on_event: the process that sends events has ended with -9" in capfd.readouterr().err
     )
+
+
+def test_a_sender_that_cannot_be_started_costs_a_warning(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    with sending_events(replace(config, logging=LoggingConfig(on_event=("true",)))):
+        pass
+    assert "warning: logging.on_event: events cannot be sent: " in capfd.readouterr().err
 
 
 def test_hooks_are_checked_before_the_run() -> None:

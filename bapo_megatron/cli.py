@@ -1,9 +1,8 @@
 """The ``bapo`` command line: ``main``, the console script, and the table of its commands.
 
-``main`` runs the command in ``sys.argv`` and exits with the code that ``run`` returns: 0 on success;
-ConfigError, Preempted and RunStopped print one message and have codes of their own
-(``runtime/exit_codes.py``); any other error prints its traceback, code 1. A command's module is imported only
-when the command runs.
+``main`` runs the command in ``sys.argv`` and exits with the code that ``run`` returns. ConfigError, Preempted
+and RunStopped print one message and have exit codes of their own (``runtime/exit_codes.py``); any other error
+prints its traceback and exits with 1. A command's module is imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ COMMANDS = {
     "eval": "bapo_megatron.evaluation.command:eval_command",
     "doctor": "bapo_megatron.commands.doctor.doctor:run_doctor",
 }
-"""Each command's function as ``module:name``; it takes the arguments, returns the exit code or None for 0."""
+"""Each command's function, ``module:name``, which takes the arguments and returns an exit code (None: 0)."""
 # Names instead of imports: help must be fast, and processes that write checkpoints import this module again.
 
 USAGE = """\
@@ -75,12 +74,12 @@ _GOES_ON = {
     "sft": "; nothing is saved before its end, the same command begins anew",
     "eval": "; the same command continues where it stopped",
 }
-"""What Ctrl-C prints for commands that can lose work."""
+"""What Ctrl-C prints after "stopped", for commands that can lose work."""
 
 REMOVED = {
     "study": "the studies are done, docs/results.md has their results; for their code `git checkout f6aa2582`"
 }
-"""Commands of earlier versions, each with its replacement."""
+"""Removed commands, each with the advice to print."""
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Exceptions that the command line reports as one message without a traceback, each with an exit code.
 
 Raise ConfigError for wrong input (2), Preempted for a requested stop (85), RunStopped for a run that cannot
-continue (3), StorageFailed for a failing file system (4); ``runtime/exit_codes.py`` prints them.
-``printable`` escapes control characters in text from elsewhere.
+continue (3), StorageFailed for a failing file system (4); ``runtime/exit_codes.py`` prints them. ProgramError
+ends no run: a worker process reports it. ``printable`` escapes control characters in text from elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NoReturn
 
 
 class ConfigError(Exception):
-    """Wrong input (a recipe, flag or file); exit code 2. The message names the mistake and the fix."""
+    """Wrong input (a recipe, flag or file); the message names the mistake and the fix. Exit code 2, or 4 if
+    a failing file system is the cause."""
 
 
 def printable(text: str) -> str:
@@ -29,7 +30,7 @@ def printable(text: str) -> str:
 
 
 def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:
-    """Print ``usage`` and exit 0 if the arguments ask for help; otherwise raise ConfigError with it."""
+    """Print ``usage`` and exit with 0 if the arguments ask for help; otherwise raise ConfigError(usage)."""
     if {"-h", "--help"} & set(arguments):
         print(usage)
         sys.exit(0)
@@ -37,28 +38,27 @@ def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:
 
 
 NO_REQUEST = "sent no request to OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
-"""What a ``ProgramError`` says of an agent program that asked the model nothing: it fails always."""
+"""Text in the ``ProgramError`` of an agent program that never called the model: no episode will work."""
 
 
 class ProgramError(Exception):
-    """A user's program failed: the message says all, and is shown without a traceback of this package."""
+    """Failure of an environment's agent program, raised in a worker process, which reports the message."""
 
 
 class GapError(ConfigError):
-    """Engine mismatch: log-probs of engine and trainer differ too much. Raised on every rank; no retry
-    helps."""
+    """Engine mismatch: log-probs of engine and trainer differ too much. Raised on every rank after a step."""
 
 
 class CheckpointError(ConfigError):
-    """Incomplete or damaged checkpoint, or unsafe file in a checkpoint or model folder."""
+    """Damaged or incomplete checkpoint or model folder, or an unsafe file in one."""
 
 
 class ResumeError(ConfigError):
-    """Failed resume check: the loaded state differs from the saved state. No step has run."""
+    """Failed resume check: loaded and saved state differ. Raised on every rank, before any step."""
 
 
 class Preempted(Exception):
-    """Requested stop of a run, which is saved; exit code 85. Raised on every rank."""
+    """Requested stop of a run (signal, end of the job). Raised on every rank, after a save; exit code 85."""
 
 
 class RunStopped(Exception):
@@ -67,4 +67,4 @@ class RunStopped(Exception):
 
 
 class StorageFailed(RunStopped):
-    """Failing or hanging file system of a run; exit code 4, which requeues the job."""
+    """Failing or hanging file system, perhaps on one rank only; exit code 4, which requeues the job."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # torch takes a second to import, and light commands import t
     from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats, UpdateResult
 
 NamedTensors = Iterator[tuple[str, "Tensor"]]
-"""Iterator over weights: Hugging Face name and whole tensor."""
+"""Iterator over weights: Hugging Face name and full (unsharded) tensor."""
 
 Confirm = Callable[[str], Awaitable[None]]
 """Digest check, which an engine awaits with the hash of its new weights before it samples from them. Raises
@@ -35,8 +35,8 @@ if they differ from the sent weights or from the other engines' weights."""
 
 
 class Saving(Protocol):
-    """Checkpoint write in progress, returned by ``Policy.save``; training continues meanwhile. Each rank
-    polls ``is_written``; once it is true on all ranks, all call ``finish``."""
+    """Checkpoint write in progress, returned by ``Policy.save``, while training continues. Each rank polls
+    ``is_written``; once it is true on all ranks, all call ``finish``."""
 
     def is_written(self) -> bool:
         """Return whether this rank's part is on disk or has failed. Local; does not wait."""
@@ -109,7 +109,7 @@ class Policy(Protocol):
         name has one digest if all copies agree, otherwise one per distinct copy."""
 
     def hf_weights(self) -> NamedTensors:
-        """Return an iterator that all-gathers the weights, one whole tensor at a time. Collective within a
+        """Return an iterator that all-gathers the weights, one full tensor at a time. Collective within a
         replica: each of its ranks must exhaust it, even after an error."""
 
     def give_experts(self) -> None:
@@ -138,11 +138,11 @@ class Policy(Protocol):
 class Engine(Protocol):
     """Inference engine with a copy of the policy's weights: a server, or a model in this process.
 
-    All calls are async and come from the engine pool's event loop. A call that raises leaves the engine in an
-    unknown state, except for ValueError from ``generate``, which blames the request. Optional abilities are
-    ``ReceivesBroadcast``, ``ReleasesMemory`` and ``ReceivesHandles``. With every transport one call updates
-    the weights (``load``, or ``wake`` for a sleeping engine): it begins the update, receives, confirms and
-    resumes. tests/contract tests every engine (``LocalEngine``, ``SglangEngine``) against this protocol.
+    All calls are async and come from the engine pool's event loop (in the sampler's process, or ``bapo
+    eval``). A call that raises leaves the engine in an unknown state, except for ValueError from ``generate``
+    (a malformed request). Optional abilities are ``ReceivesBroadcast``, ``ReleasesMemory`` and
+    ``ReceivesHandles``. One call (``load``, or ``wake`` for a sleeping engine) makes a complete weight
+    update, by any transport. tests/contract tests every engine against this protocol.
     """
 
     name: str
@@ -171,8 +171,8 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ReceivesBroadcast(Engine, Protocol):
-    """``Engine`` that receives weights from the trainer by NCCL or gloo broadcast, as one or more ranks of
-    its process group. Call ``leave_group`` and ``join_group`` once, then ``load`` for each weight version."""
+    """``Engine`` that receives weights by NCCL or gloo broadcast, as one or more ranks of the trainer's
+    broadcast group. Call ``leave_group`` and ``join_group`` once, then ``load`` for each version."""
 
     transports: Collection[str]
     """Supported weight transports besides folders: ``broadcast``, ``ipc``."""
@@ -193,7 +193,7 @@ class ReceivesBroadcast(Engine, Protocol):
 @runtime_checkable
 class ReleasesMemory(Engine, Protocol):
     """``Engine`` on a GPU where the policy trains: ``release_memory`` frees its GPU memory, ``wake`` reclaims
-    it. After an error in either its memory is in an unknown state, and its server must be killed."""
+    it. After an error in either call the memory is in an unknown state, and the server must be killed."""
 
     async def release_memory(self) -> None:
         """Abort the requests in flight and release the memory. May return before the memory is free."""
@@ -204,8 +204,8 @@ class ReleasesMemory(Engine, Protocol):
 
 @runtime_checkable
 class ReceivesHandles(ReleasesMemory, Protocol):
-    """``Engine`` on a GPU where the policy trains, which receives weights by CUDA IPC: it maps the trainer's
-    memory by handles."""
+    """``ReleasesMemory`` engine that receives weights by CUDA IPC when it wakes: it maps the memory of the
+    trainer on its GPU by handles."""
 
     transports: Collection[str]
     """See ``ReceivesBroadcast``."""
@@ -215,12 +215,12 @@ class ReceivesHandles(ReleasesMemory, Protocol):
         first part and the rest after ``confirm``: until then the trainer's weights are on the same GPU."""
 
     async def resume(self) -> None:
-        """Sample on with the weights that the engine has: a wake that never ended may have left it paused."""
+        """Resume sampling with the present weights, if an unfinished ``wake`` has left the engine paused."""
 
 
 class Need(Enum):
-    """A request which ``Sampler.next_batch`` or ``evaluated`` returns in place of a result: WEIGHTS, "push
-    the weights again"."""
+    """Request that ``Sampler.next_batch`` or ``evaluated`` returns in place of a result. The training loop
+    answers WEIGHTS by ``WeightSync.push`` and asks the sampler again."""
 
     WEIGHTS = "weights"
     """Send the current weights again: no engine has them."""
@@ -231,8 +231,8 @@ class Sampler(Protocol):
 
     ``start`` begins the sampling, which continues between calls. ``next_batch`` returns the header of a
     step's finished groups, ``evaluated`` the file of held-out responses; both block for at most ``wait_s``.
-    Raises RunStopped if the run cannot continue (no engines, full disk). Implemented by ``SamplerClient``
-    and, for a replay, ``ReplaySampler``.
+    Methods raise RunStopped if the run cannot continue (no engines, full disk). Implemented by
+    ``SamplerClient`` (sampling in another process) and, for stored rollouts, ``ReplaySampler``.
     """
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:
@@ -248,37 +248,38 @@ class Sampler(Protocol):
         evaluation. None and ``Need.WEIGHTS`` as in ``next_batch``."""
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:
-        """Load the weights in ``folder``, the result of the updates of ``step``, into the engines."""
+        """Make the engines load the weights in ``folder``, the result of the updates of ``step``."""
 
     def state(self) -> dict[str, Any]:
         """Return the sampler's part of a checkpoint, as JSON values."""
 
     def checkpointed(self, oldest: int) -> None:
-        """Delete journal files that a resume from step ``oldest``, the oldest checkpoint's, does not need."""
+        """Delete journal files that no resume needs; the oldest checkpoint is that of step ``oldest``."""
 
     def close(self) -> None:
         """Stop sampling and release all resources."""
 
 
 class WeightSync(Protocol):
-    """Sender of the policy's weights to all engines by one transport (disk, broadcast or CUDA IPC). ``push``
-    blocks; the training loop calls it before the first step, after each step's updates, and on
-    ``Need.WEIGHTS``."""
+    """Sender of the policy's weights to all engines by one transport (disk, broadcast or CUDA IPC). Every
+    rank calls ``push`` before the first step, after each step's updates, and on ``Need.WEIGHTS``."""
 
     def push(self, policy: Policy, step: int) -> None:
         """Send the weights of ``policy.version``, the result of the updates of ``step``, to every working
-        engine. Colocated engines load them on waking, lost engines on recovery. Collective and blocking. A
-        failed broadcast or IPC transfer falls back to disk; all ranks raise if the disk fails, too."""
+        engine, and return when these have them; colocated engines load them on waking, lost ones on recovery.
+        Collective. A failed broadcast falls back to disk; all ranks raise if the disk fails, too."""
 
 
 @runtime_checkable
 class HandsOver(WeightSync, Protocol):
-    """``WeightSync`` for engines that sleep on the policy's GPUs while it trains. ``push`` only announces new
-    weights; ``hand_over`` transfers them when the engines wake. All calls are collective."""
+    """``WeightSync`` whose colocated engines read the weights from the trainer's GPU memory: CUDA IPC, but
+    not disk sync, which can also serve colocated engines. ``push`` only announces new weights. Before the
+    engines sample ``GpuHandover`` calls ``hand_over``, then ``write`` if an engine lacks them. Collective."""
 
     def hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
-        """Transfer the weights to sleeping engines; return, on every rank, the names of the engines that have
-        them. These do not sample yet; the others must be killed."""
+        """Transfer the weights to the sleeping engines ``names``; return, on every rank, the names of those
+        that have them; these do not sample yet. The caller must kill the others. A failure does not raise:
+        it is a run event, and the result is empty."""
 
     def write(self, policy: Policy) -> None:
-        """Fallback: write the weights to disk and let the engines load them from there."""
+        """Fallback: write an HF folder, which the restarted engines load."""

@@ -1,8 +1,9 @@
 """Data types of a step's header: each response's numbers (reward, lengths, versions), no per-token columns.
 
-Rank 0 broadcasts a ``StepHeader``; the other ranks compute advantages and packing plan from it and read
-tokens from the step file that it names. Also the shape and file location of routes, the experts that an
-engine's tokens took. Users may import these names from ``types.py``. Imports no torch.
+Rank 0 broadcasts a ``StepHeader`` and the advantages, computed from it. Every rank computes the same packing
+plan from the header and reads the tokens of its own samples from the step file that the header names. Also
+the shape and file location of routes, the experts that an engine's tokens took. Users may import these names
+from ``types.py``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class RouteShape:
 
 @dataclass(frozen=True)
 class StoredRoutes:
-    """Location of a response's routes in a step's routes file: rows, shape, dtype and CRC. Samples hold it in
-    place of the routes."""
+    """Location of a response's routes in a step's routes file: rows, shape, dtype and CRC. Headers and stored
+    rollouts hold it in place of the routes."""
 
     file: Path
     first: int
@@ -74,7 +75,7 @@ class VersionSpan(NamedTuple):
 
 
 class ResponseHeader(NamedTuple):
-    """Numbers of a response that every rank needs: reward, token counts, versions, checksum, location of
+    """Numbers of a response that every rank has: reward, token counts, versions, checksum, location of
     routes. Advantages, packing plan, loss divisors and ages follow from them."""
 
     reward: float
@@ -95,7 +96,7 @@ class ResponseHeader(NamedTuple):
     named_rewards: Mapping[str, float] = {}
     """The named parts of its reward; empty if the reward function returns a number."""
     branch: int = 0
-    """As in ``Rollout``, like ``has_prompt``."""
+    """This and ``has_prompt``: see ``Rollout``."""
     has_prompt: bool = True
 
 
@@ -120,7 +121,7 @@ class GroupHeader(NamedTuple):
 
 class ColumnFile(NamedTuple):
     """Description of a step's file of per-token columns: path, size, digest of its end, byte offset of each
-    array. Other ranks check that they see the whole file and read values in place. Part of ``StepHeader``."""
+    array. With it a rank verifies that it sees rank 0's complete file, and reads single responses."""
 
     path: Path
     size: int

@@ -1,7 +1,8 @@
 """Data types of a run that hold tensors: packs (``MicroBatch``), log-probs (``TokenStats``), losses.
 
-A ``TokenFn`` maps both to a vector of sums. ``types.py`` re-exports the names lazily, since its importers
-must start without torch. Shapes: ``_T`` tokens of a pack, ``_L`` layers, ``_K`` experts per token.
+A ``TokenFn`` maps a pack and its log-probs to a vector of sums. ``types.py`` re-exports the names lazily,
+since its importers must start without torch. Shapes: ``_T`` tokens of a pack, ``_L`` layers, ``_K`` experts
+per token.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class MicroBatch:
 
     Except for input id and position, a column stores the value about a token at the position that *predicts*
     that token. Prompts, padding, dummy packs (which even out the ranks' pack counts) and response tokens
-    excluded by a loss mask hold fill values in every column but ids and position, so they count nowhere. A
-    new column needs one annotated field here (``COLUMNS``) and one line in ``data.packing.trained_columns``.
+    excluded by a loss mask hold fill values except in ``token_T``, ``label_T`` and ``position_T``: they count
+    nowhere. A new column needs one annotated field here and one line in ``data.packing.trained_columns``.
 
     Document ``d`` occupies ``cu_seqlens[d]:cu_seqlens[d + 1]``, including the padding at its end. Padding at
     the end of the pack forms separate documents.
@@ -159,7 +160,7 @@ class SearchedLoss:
 
 
 class UpdateResult(NamedTuple):
-    """Result of an optimizer step, equal on every rank: loss sums, gradient norm, learning rate."""
+    """Result of an optimizer step, equal on every rank: loss sums, gradient norm, learning rate, routing."""
 
     sums: Tensor
     """float64: the loss function's vector summed over the update; element 0 is the loss sum."""

@@ -3,11 +3,11 @@
 Data flow of a step:
 
     prompts -> rollouts -> rewards -> advantages -> packed micro-batches -> bounds -> loss -> optimizer
-    -> weights to the engines -> checkpoint -> metrics
+    -> weights to the engines -> metrics -> checkpoint
 
 All functions here are collective. Exceptions that end a run are raised on every rank: Preempted and
-RunStopped (after a checkpoint, if possible), ConfigError (including GapError), FloatingPointError.
-``trainer/build.py`` builds the ``Run``.
+RunStopped (after a checkpoint, if possible), ConfigError (including GapError), FloatingPointError. Only disk
+errors (StorageFailed, DiskError) may be raised on a single rank. ``trainer/build.py`` builds the ``Run``.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def training_samples(run: Run, step: int, batch: TrainingBatch) -> Sequence[Sequ
 
 
 def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: int) -> Metrics:
-    """Reject responses, pack the others, search the bounds and step the optimizer; return the update's
-    metrics. ``step_version``: policy version at the start of the step. Collective. Raises FloatingPointError,
-    on every rank, if log-probs, loss or gradient norm are not finite."""
+    """Apply masks and rejection, pack the remaining samples, search the bounds and step the optimizer; return
+    the update's metrics. ``step_version``: policy version at the start of the step. Collective. Raises
+    FloatingPointError, on every rank, if log-probs, loss or gradient norm are not finite."""
     policy, config = run.policy, run.config
     samples = [sample for group in groups for sample in group]
     if config.algorithm.old_log_probs == "trainer":
@@ -145,8 +145,8 @@ def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: i
 
 
 def _no_update(run: Run, corrections: Metrics) -> Metrics:
-    """Return the metrics of an update with all responses rejected: only the corrections' metrics have values.
-    No optimizer step: policy, version, optimizer and schedule stay unchanged."""
+    """Return the metrics of an update with all responses rejected: None except the version, ``policy/tokens``
+    (0) and the corrections'. No optimizer step: policy, version, optimizer and schedule stay unchanged."""
     names = [*update_names(run), "policy/grad_norm", "policy/lr"]
     return {"version": run.policy.version, **dict.fromkeys(names), "policy/tokens": 0.0, **corrections}
 

@@ -1,9 +1,9 @@
 """Data types of a run: prompts, rollouts, groups, pack layouts, weight broadcasts.
 
-They travel between folders, processes and files. Shapes (name suffixes): ``_P`` prompt tokens, ``_R``
-response tokens. Token columns are numpy arrays, because pickling lists takes more than ten times as long.
-Imports no torch, which would slow the start of reward workers by seconds: the types with tensors are in
-``tensor_types.py``, and can be imported from here.
+The package's parts and processes exchange them, and step files store some. Shapes (name suffixes): ``_P``
+prompt tokens, ``_R`` response tokens. Token columns are numpy arrays, because pickling lists takes more than
+ten times as long. Imports no torch, which would slow the start of reward workers by seconds: the types with
+tensors are in ``tensor_types.py``, and importing one from here imports torch.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class GenerateRequest:
 
 
 class ResponseColumn(NamedTuple):
-    """File format of a per-token response column: array name, dtype, default value, own file or not. It
-    annotates a field of ``ResponseTokens``."""
+    """File format of a per-token response column: array name, dtype, default value, whether it has a file of
+    its own. Annotates a field of ``ResponseTokens``."""
 
     array: str
     """Name of its array in step files and the write-ahead log."""
@@ -268,8 +268,8 @@ class Group:
 @dataclass(frozen=True)
 class StepBatch:
     """Training batch of one step: all its GRPO groups with tokens, and its sampling metrics. The content of a
-    step file, except routes, which have their own. A trainer rank holds the ``StepHeader`` instead and reads
-    only its own samples from the file."""
+    step file, except routes, which have a file of their own. A trainer rank holds the ``StepHeader`` instead
+    and reads only its own samples from the file."""
 
     groups: tuple[Group, ...]
     metrics: Metrics

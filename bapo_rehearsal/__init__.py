@@ -2,5 +2,5 @@
 
 ``bapo rehearse`` (``command.py``) is the command, ``job.rehearse_job`` the Python entry point. Each rank runs
 in its own process, where torch stays patched. ``fake/`` stands in for CUDA; other modules stand in for the
-kernels of Transformer Engine and flash-linear-attention. The package never imports this tool.
+kernels of Transformer Engine and flash-linear-attention. ``bapo_megatron`` imports it only for the command.
 """

@@ -1,11 +1,11 @@
 """Checkpoint save and load of a rehearsal: the save up to the fork of its writer, the load without files.
 
-They patch the policy's and megatron's checkpoint modules for the whole process.
+``rehearse_save`` and ``rehearse_load`` patch the policy's and megatron's checkpoint modules permanently.
 
-The shards that this rank writes depend on its DP x CP peers. They have the same weights, and each has the
+The shards that this rank writes depend on its DP x CP peers. These have the same weights, and each has the
 optimizer state of the parameters that it owns. Megatron gathers the shard lists of all ranks and assigns each
-shard to one holder. The lists follow from the parameter placement, which every rank knows. Peers at other EP
-and ETP coordinates have other experts of the same sizes: this rank's, under other names.
+shard to one of the ranks that have it. The lists follow from the parameter placement, which every rank knows.
+Peers at other EP and ETP coordinates have experts of the same sizes as this rank's, under other names.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _StagedSave:
 
 
 def rehearse_save(policy: MegatronPolicy) -> Any:
-    """Run ``staged_save`` on fake process groups, without peers that validate or share the work."""
+    """Run ``staged_save`` on fake process groups, which have no peers to validate plans or share the work."""
     # Rank 0 validates the plans of all ranks against each other; here its peers' are copies of its own.
     for check in ("_validate_sharding_for_key", "_validate_objects_for_key"):
         setattr(validation, check, lambda *_args, **_kwargs: [])  # since 0.17 a list of errors
@@ -69,7 +69,7 @@ def rehearse_save(policy: MegatronPolicy) -> Any:
 
 
 def staged_save(policy: MegatronPolicy) -> Any:
-    """Run ``policy.save`` up to the fork of its writer. Returns the writer's host copies."""
+    """Run ``policy.save`` up to the fork of its writer. Returns an object that keeps the host copies."""
     module: Any = checkpoint
     module.BackgroundSave = _StagedSave
     with tempfile.TemporaryDirectory() as folder:
@@ -85,10 +85,8 @@ def rehearse_load(policy: MegatronPolicy) -> None:
 
 
 def _return_placeholders(state: Any, *_: Any, strict: Any = None, **__: Any) -> Any:
-    """Stand-in for ``dist_checkpointing.load``: the state dict, its placeholders replaced by their targets.
-
-    With ``strict`` also returns the missing and the unexpected keys: none.
-    """
+    """Stand-in for ``dist_checkpointing.load``: returns the state dict, its placeholders replaced by their
+    tensors, and with ``strict`` also the missing and the unexpected keys, none."""
     factories, _rest = extract_matching_values(
         state, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
     )

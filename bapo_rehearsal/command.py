@@ -1,7 +1,7 @@
 """``bapo rehearse``: dry run of a recipe's real program, which shows whether it runs and fits.
 
-It needs neither a GPU nor weights: child processes run the ranks on fake tensors, which have shapes and no
-data. Raises ConfigError for a recipe that cannot be rehearsed.
+The command needs neither a GPU nor weights: child processes run the ranks on fake tensors, which have shapes
+and no data. Raises ConfigError for a recipe that cannot be rehearsed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RehearseCommand:
 
 
 def rehearse_command(arguments: Sequence[str]) -> int:
-    """Rehearse the chosen ranks, print the page, write the JSON. Exit code 1 if one fails or does not fit."""
+    """Rehearse the chosen ranks, print a page, write the JSON. Return 1 if a rank fails or does not fit."""
     recipe, command = recipe_command("rehearse", RehearseCommand, arguments)
     run, options = command.run, command.options
     options.check()

@@ -1,8 +1,8 @@
 """Stand-in for flash-linear-attention (fla) kernels, which compute Gated DeltaNet on a GPU.
 
-It does no arithmetic. It allocates, keeps and releases memory in the order of the fla-core 0.6.0 launchers on
-a Hopper GPU (``modules/causal_conv1d/ops.py``, ``ops/gated_delta_rule/chunk.py`` and their callees). The
-forward pass does not keep chunk states: the backward pass recomputes them.
+The stand-in does no arithmetic. It allocates, keeps and releases memory in the order of the fla-core 0.6.0
+launchers on a Hopper GPU (``modules/causal_conv1d/ops.py``, ``ops/gated_delta_rule/chunk.py`` and their
+callees). The forward pass does not keep chunk states: the backward pass recomputes them.
 
 Shapes: [1, tokens, heads, width]. Chunks have ``CHUNK`` tokens; the last one of a document may have fewer.
 """
@@ -24,7 +24,7 @@ FORWARD, BACKWARD = "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd"
 
 
 def install() -> None:
-    """Replace the policy's kernel rule with the stand-in, in this process."""
+    """Replace the policy's ``kernel_rule`` with the stand-in, in this process."""
     delta_net.kernel_rule = kernel_rule
 
 

@@ -126,7 +126,7 @@ def rehearse_job(job: Job, folder: Path, options: RehearseOptions) -> list[RankR
 
 
 def one_of_each_stage(results: Sequence[RankResult]) -> list[RankResult]:
-    """One rank per stage: a failed one, otherwise the one with the highest peak."""
+    """One result per stage: that of a failed rank, otherwise of the rank with the highest peak."""
     by_stage: dict[int, RankResult] = {}
     for result in sorted(results, key=lambda item: (not item.error, -item.highest)):
         by_stage.setdefault(result.place["stage"], result)
@@ -134,10 +134,8 @@ def one_of_each_stage(results: Sequence[RankResult]) -> list[RankResult]:
 
 
 def choose_layers(asked: Layers | None, dtype: str) -> tuple[Layers, str]:
-    """Layers to rehearse, and a sentence with the reason. Raises ConfigError if ``asked`` ones are missing.
-
-    ``asked`` None: the layers of the run on a GPU, if their sources exist.
-    """
+    """Layers to rehearse, and a sentence with the reason. ``asked`` None: the layers of the run on a GPU, or
+    torch's without their sources. Raises ConfigError if the ``asked`` layers are missing or not the run's."""
     if asked == "torch":
         return "torch", "torch's layers, as asked for"
     if dtype == "float32":
@@ -155,7 +153,7 @@ def choose_layers(asked: Layers | None, dtype: str) -> tuple[Layers, str]:
 
 
 def prepare_layers(layers: Layers) -> None:
-    """Import all modules of a rank before the first fork; this process must do nothing else."""
+    """Import all modules of a rank, in a process that will only fork ranks (the host process)."""
     # Import order: Transformer Engine checks for a GPU on import, so the fake GPU comes first; megatron
     # checks for Transformer Engine on import, so megatron comes last.
     for name in ("apex", "amp_C"):  # their compiled kernels reject fake tensors

@@ -1,8 +1,8 @@
 """Program of one rank, one method per phase: build, update, weight sync, save, sampling, load.
 
-The caller orders and measures the phases. The rehearsal runs them on fake tensors; runs on a real device give
-the figures that validate it. Packs are synthetic and equal at each call: random token ids, in the recipe's
-longest sequences and one that fills the rest, with teacher log-probs in a distillation.
+The caller orders and measures the phases. The rehearsal runs them on fake tensors; tests run them on real
+ranks to validate it. Packs are synthetic, the same at each call: random token ids, in sequences of the
+recipe's greatest length and one that fills the rest, with teacher log-probs in a distillation.
 """
 
 from __future__ import annotations
@@ -36,10 +36,8 @@ _SHORTEST = 256
 
 
 class RankProgram:
-    """Phases of one rank, as methods; call ``build`` first. Process groups must exist.
-
-    ``phase`` maps a phase name to the context manager in which the caller measures the phase.
-    """
+    """Phases of one rank, as methods; call ``build`` first. Process groups must exist. ``phase`` maps a phase
+    name to the context manager in which the caller measures the phase."""
 
     def __init__(self, config: RunConfig, phase: Callable[[str], AbstractContextManager[None]]) -> None:
         self._config, self._phase = config, phase
@@ -74,7 +72,7 @@ class RankProgram:
         gc.collect()
 
     def weight_sync(self) -> None:
-        """Gather weights within the first replica; on rank 0 also fill the buckets of a broadcast."""
+        """Gather weights in the first replica (others give experts); rank 0 also fills broadcast buckets."""
         if self.policy.data_rank != 0:
             if self._config.parallel.expert * self._config.parallel.expert_tensor > 1:
                 with self._phase("weight sync"):

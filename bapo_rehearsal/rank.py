@@ -1,11 +1,11 @@
 """Rehearsal of one rank: set-up of the fake backend and the meter, then the rank's program.
 
-The process must do nothing else: torch stays patched. The meter's records become a ``RankResult``. An error
-of the program becomes the result's error; an error of the set-up is raised.
+``rehearse_rank`` needs a process of its own, where torch stays patched. It returns the meter's records as a
+``RankResult``. An error of the program becomes the result's error; an error of the set-up is raised.
 
-Only real routers know the load of each expert. So the rehearsed rank is assumed to be the busiest of its EP
-group: each peer sends it ``expert_imbalance`` times the mean, spread evenly over its experts, and it spreads
-the rest over its peers. These numbers determine all message sizes and expert input sizes.
+The load of each expert depends on the real router, so the rehearsed rank is assumed to be the busiest of its
+EP group: each peer sends it ``expert_imbalance`` times the mean, spread evenly over its experts, and it
+spreads the rest over its peers. These numbers determine all message sizes and expert input sizes.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class RankRehearsal:
 
 
 def rehearse_rank(request: RankRequest, layers: str) -> RankResult:
-    """Rehearse one rank in this process, which must do nothing else afterwards."""
+    """Rehearse one rank in this process, which must do nothing else afterwards; return its result."""
     rehearsal = RankRehearsal(request)
     error = None
     try:
@@ -279,8 +279,8 @@ def label_model_state(ledger: Ledger, policy: MegatronPolicy) -> None:
 def make_placeholders(policy: MegatronPolicy) -> None:
     """Allocate Transformer Engine's placeholders for weight gradients that its GEMMs accumulate.
 
-    The first backward pass would. But version 2.11 reads attributes of weights that autograd saved, and the
-    hooks of ``marking_saved_activations`` drop them.
+    The first backward pass would do it. But version 2.11 reads attributes of weights that autograd saved, and
+    the hooks of ``marking_saved_activations`` drop these.
     """
     for chunk in policy._model:
         for module in chunk.modules():
@@ -347,10 +347,8 @@ def parts(whole: int, count: int) -> list[int]:
 
 
 def spread_copies(imbalance: float, shapes: ShapesFromValues) -> None:
-    """Patch megatron-core's dispatcher: its message sizes become those of the busiest rank.
-
-    ``shapes`` sizes the selections by masks of unknown values in torch's permutation.
-    """
+    """Patch megatron-core's token dispatcher: its message sizes become those of the busiest rank. ``shapes``
+    sets the sizes of selections by masks of unknown values in torch's permutation."""
     dispatcher: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
     plain_preprocess, plain_permute = dispatcher.preprocess, token_dispatcher.permute
 

@@ -67,7 +67,7 @@ class Call:
 
 
 class Wait(NamedTuple):
-    """Key of a host-wait count: phase, kind of read, program line."""
+    """Key of a count of host waits or of guessed values: phase, kind of read, program line."""
 
     phase: str
     what: str
@@ -84,7 +84,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class LargeTensor:
-    """Tensors of one shape and origin that are allocated at a peak, counted together."""
+    """Tensors of one shape, kind, module and program line that are allocated at a peak, counted together."""
 
     size: int
     """Total bytes."""
@@ -98,7 +98,7 @@ class LargeTensor:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Metered result of one rank, by phase; sizes in bytes."""
+    """Metered result of one rank, by phase; sizes in bytes. After an error: the records up to it, or none."""
 
     rank: int
     place: dict[str, int]
@@ -109,7 +109,7 @@ class RankResult:
     """Peak GPU memory by phase."""
     host: dict[str, Peak] = field(default_factory=dict)
     largest: list[LargeTensor] = field(default_factory=list)
-    """The largest tensors at the highest peak, grouped by origin."""
+    """The largest tensors at the highest peak."""
     flops: dict[str, int] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     waits: dict[Wait, int] = field(default_factory=dict)

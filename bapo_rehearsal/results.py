@@ -1,10 +1,10 @@
 """Results of a rehearsal: deadlocks, verdict, text page and JSON. Pure functions of the ranks' results.
 
-Each rank runs alone, so a rank that would hang on the cluster completes here. Members of a group would
-deadlock at the first call in which they differ. Sends are matched with the other rank's receives.
+Each rank runs alone, so a rank that would hang on the cluster completes here. A deadlock is found afterwards:
+the first call in which two members of a group differ, or a send without an equal receive.
 
 The verdict adds the reserve and the colocated servers' memory of the plan's estimate to the measured peaks.
-JSON: ``peak_gb`` by phase, ``host_waits_per_update``, ``collectives``, and each rank.
+``rehearsal_text`` returns the page, ``rehearsal_dict`` the JSON: peaks, host waits, collectives, each rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_LINES = 40
 
 
 def collective_mismatches(results: Sequence[RankResult]) -> list[str]:
-    """Deadlocks: one line per rank that deviates in a group, and per pair with unmatched messages."""
+    """Deadlocks, as texts: one per rank that deviates in a group, and per pair with unmatched messages."""
     calls = {result.rank: result.calls for result in results}
     return [*_groups(calls), *_pairs(calls)]
 
@@ -144,7 +144,7 @@ def node_bytes(results: Sequence[RankResult], job: Job) -> float:
 
 
 def rehearsal_text(results: Sequence[RankResult], job: Job, notes: Sequence[str] = ()) -> str:
-    """Whole page of a rehearsal. ``notes``: lines of the verdict besides the memory limits."""
+    """Page of a rehearsal, to print. ``notes``: lines of the verdict besides the memory limits."""
     first = results[0]
     title = (
         f"{job.run.name}: {layout_name(job)}, {job.gpus} GPUs ({job.gpu.name}), layers: {first.layers}, "

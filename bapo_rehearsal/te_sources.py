@@ -1,7 +1,7 @@
-"""Sources of Transformer Engine's Python package for the rehearsal and ``tests/te``, by version.
+"""Finder of the sources of Transformer Engine's Python package, for the rehearsal and ``tests/te``.
 
-``make te-sources`` downloads them to a folder outside every environment: without the compiled part they break
-the import of megatron-core.
+``te_folder`` returns their folder or raises ConfigError. ``make te-sources`` downloads them to a folder
+outside every environment: installed without the compiled part they break the import of megatron-core.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REPOSITORY = Path(__file__).parents[1]
 
 
 def te_version() -> str:
-    """Version to rehearse: the one tested with the installed megatron-core."""
+    """Version to rehearse: the one that is tested with the installed megatron-core."""
     before_0_17, newer = VERSIONS
     return before_0_17 if metadata.version("megatron-core").startswith("0.16.") else newer
 

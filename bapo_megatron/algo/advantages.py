@@ -1,12 +1,13 @@
 """Advantages of a step's responses: built-in functions, and building blocks for custom ones.
 
 ``build_advantage`` returns a run's advantage: a function from ``Rewards`` (reward, group, token count of each
-response) to one float32 value per response, [N]. A custom advantage is such a function too; under
+response) to one float32 value per response, [N]. A custom advantage is such a function, too; under
 ``each_group`` it sees one group, the responses to one prompt, at a time. Its further arguments are settings,
-``algorithm.advantage_settings``. Rank 0 computes the values once a step, after reference penalties in the
-reward, and broadcasts them. ``is_uniform`` tells whether a group's rewards are all equal.
+``algorithm.advantage_settings``. Rank 0 computes a step's values and broadcasts them; with a reference
+penalty in the reward it does so again, from the penalized rewards, and these values replace the first ones.
 
-Pure functions on numpy arrays. Legend: ``_N`` responses of a step, ``_G`` of a group.
+Pure functions on numpy arrays. Legend: ``_N`` responses of a step (an episode of several branches is one),
+``_G`` of a group.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Rewards:
     at the length limit, prompt source, named rewards. Responses of one group are contiguous."""
 
     reward_N: np.ndarray
-    """float64, with all penalties."""
+    """float64, with penalties."""
     group_N: np.ndarray
     """Group number, equal for responses to one prompt."""
     tokens_N: np.ndarray
@@ -86,6 +87,7 @@ class Rewards:
         )
 
     def groups(self) -> Iterator[Rewards]:
+        """Yield the rewards of each group, in order."""
         bounds = np.flatnonzero(np.diff(self.group_N)) + 1
         for index in np.split(np.arange(len(self.reward_N)), bounds) if len(self.reward_N) else ():
             yield self._at(index)
@@ -101,7 +103,8 @@ Advantage = Callable[[Rewards], np.ndarray]
 
 
 def each_group(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Decorate a group-wise advantage: ``function`` receives the ``Rewards`` of one group."""
+    """Decorate a group-wise advantage: return a function of a step's ``Rewards`` that calls ``function`` with
+    each group's and concatenates the values. Raises ConfigError unless there is one per response."""
 
     owner = f"algorithm.advantage={function.__module__}:{function.__qualname__}"
 
@@ -229,7 +232,7 @@ def _normalized(value_N: np.ndarray) -> np.ndarray:
 def branch_advantages(
     groups: Sequence[GroupHeader], value_N: np.ndarray, branch_reward: BranchReward = "whole"
 ) -> list[float]:
-    """Advantages of a step's responses from those of its episodes, ``value_N``: one response per branch."""
+    """Advantages of a step's responses, one per branch, from those of its episodes, ``value_N``."""
     branches = [len(rows) for group in groups for rows in group.episodes]
     return [
         value / (count if branch_reward == "split" else 1)
@@ -241,8 +244,8 @@ def branch_advantages(
 def is_uniform(rewards: Sequence[float] | np.ndarray) -> bool:
     """Whether all rewards of a group are equal up to ``ROUNDING`` and ``SMALLEST_DIFFERENCE``.
 
-    Every advantage in the group is then zero, and so is its policy gradient: with
-    ``rollout.drop_uniform_groups`` the sampler drops it (DAPO's dynamic sampling).
+    A group-wise advantage is then 0, and so is its gradient (not REINFORCE++'s, or GDPO's with other named
+    rewards). With ``rollout.drop_uniform_groups`` the sampler drops the group (DAPO's dynamic sampling).
     """
     if len(rewards) == 0:
         return True
@@ -285,7 +288,7 @@ class _AnyName(dict[str, np.ndarray]):
 
 
 def check_advantage(algorithm: Any, group_size: int) -> None:
-    """Preflight of the advantage: also calls a custom one on a trial of two groups. Raises ConfigError."""
+    """Preflight of the advantage: also calls a custom one, on two made-up groups. Raises ConfigError."""
     advantage = build_advantage(algorithm)
     if ":" in algorithm.advantage:
         # Infer the reward names from the settings, such as weights, if possible.

@@ -1,8 +1,8 @@
 """Public names of BAPO (arXiv 2510.18927) in one place: bounds settings, presets, search, loss on tensors.
 
 Settings (``BoundsConfig``), presets (``paper()``, ``grpo()``, ...) and the search (``search_bounds``) come
-from ``bounds.py``, the loss and its sums on tensors from ``surrogate.py``. The latter are imported lazily:
-recipes import presets from here without loading torch.
+from ``bounds.py``, the loss and its sums on tensors from ``surrogate.py``, which is imported at the first use
+of one of its names: recipes import presets from here without loading torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Names and edges of the bins of token metrics: BUCKETS by staleness in updates, RATIO_BINS by ratio.
 
-Separate from the measurements, which need torch: reports use the same names.
+Separate from the measurements (``diagnostics.py``), so that the report can use the names without torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Clipping bounds of BAPO: settings (``BoundsConfig``), presets, and the search of Algorithm 1.
 
 ``search_bounds`` maps contribution sums, one per candidate bound (53 with the paper's ranges), to ``Bounds``.
-It is a pure function: sums reduced over ranks give equal bounds on every rank (``surrogate.py`` computes
-them). It raises ValueError for a wrong number of sums, FloatingPointError for non-finite ones (a broken
-policy). ``BoundsConfig.problems`` yields invalid settings. Imports no torch.
+``surrogate.py`` computes the sums; reduced over ranks they give equal bounds on every rank. Raises ValueError
+for a wrong number of sums, FloatingPointError for non-finite ones (a broken policy).
+``BoundsConfig.problems`` yields invalid settings. Imports no torch.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _range_problems(bound: str, start: float, end: float, step: float) -> Iterat
 @dataclass(frozen=True)
 class Bounds:
     """Result of ``search_bounds``: c_low and c_high, the positive tokens' contribution at them, number of
-    moves, and whether the target was reached. Equal on every rank."""
+    moves, and whether the target was reached; with the dual clip for the loss. Equal on every rank."""
 
     low: float  # c_low
     """Clips tokens with negative advantage at ratios up to this."""

@@ -7,9 +7,9 @@ of two ratios:
 - ``pi_old / pi_rollout``, trainer against engine at the start of a step: known before its updates;
 - ``pi / pi_rollout``, the policy in training: measured before an update, by a forward pass unless known.
 
-An update trains no token of a rejected response; only its ``corrections/rejected_*`` metrics count it. With
-``algorithm.importance_cap`` the weights multiply the tokens' weights in the loss. ``trainer/corrections.py``
-applies both on the host before packing, identically on every rank.
+An update trains no token of a rejected response; only its metrics ``corrections/rejected_*`` and ``masks/*``
+count it. With ``algorithm.importance_cap`` the weights multiply the tokens' weights in the loss.
+``trainer/corrections.py`` applies both on the host before packing, with the same result on every rank.
 
 Pure functions on numpy arrays and numbers. Legend: ``_R`` tokens of a response, ``_N`` its trained tokens.
 """

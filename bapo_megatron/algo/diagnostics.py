@@ -1,9 +1,9 @@
 """Diagnostic metrics of an update by kind of token: staleness, Entropy-Clip quadrant, ratio bin, source.
 
-Its ``Measurement``s ``STALENESS``, ``DIAGNOSTICS`` and ``by_source(names)`` sum a pack's tokens and turn the
+The ``Measurement``s ``STALENESS``, ``DIAGNOSTICS`` and ``by_source(names)`` sum a pack's tokens and turn the
 reduced sums into metrics; ``age_metrics`` returns an update's staleness on the host, without tensors.
 
-**Staleness** (off-policy lag) is a token's age in updates, by its three causes:
+**Staleness** (off-policy lag) is a token's age in updates, the sum of three parts:
 
     staleness = v - version = (v - v0) + (v0 - n) + (n - version)
                                reuse      queue      segment

@@ -2,11 +2,12 @@
 
 ``build_masks`` returns a run's masks (``algorithm.masks``: built-in and custom functions) with their metric
 names; ``taken_out`` calls one. A mask maps a ``Response`` to True (excludes it), False, or a bool per trained
-token, [N]; its further arguments are settings. It sees what earlier masks left. One replica evaluates masks
-and all ranks use its answer, so a mask must depend only on its argument.
+token, [N]; its further arguments are settings. It sees what earlier masks left. One replica evaluates the
+masks of a response and shares the counts, and the rank that packs the response evaluates them again
+(``trainer/masks.py``), so a mask must depend only on its argument.
 
-Excluded tokens count nowhere in the update: in no search, no metric except ``masks/``, and not in the loss's
-divisor. They have counted in the advantages.
+Excluded tokens count nowhere in the update: in no search, no metric except ``masks/*`` and
+``corrections/rejected_*``, and not in the loss's divisor. The advantages were computed with them.
 
 Pure functions on numpy arrays. Legend: ``_N`` trained tokens of a response.
 """
@@ -28,12 +29,12 @@ from bapo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class Response:
-    """Input of a mask, one response: advantage, trained-token count, whether cut, source, and log-probs of
-    its trained tokens (engine's, and ratio to pi_old), which are read from disk at first use."""
+    """Input of a mask, one response: advantage, trained-token count, whether cut, source, and for its trained
+    tokens the engine's log-probs and log(pi_old / pi_rollout), which are read from disk at first use."""
 
     advantage: float
     tokens: int
-    """Number of trained tokens."""
+    """Number of trained tokens that earlier masks left."""
     is_cut: bool
     """Whether it was cut at ``rollout.max_response_tokens``."""
     source: int
@@ -61,7 +62,7 @@ Mask = Callable[[Response], bool | np.ndarray]
 """A mask with its settings bound: maps a response to what it removes."""
 
 CheckedMask = Callable[[Response], np.ndarray]
-"""A mask whose answers are checked and broadcast: bool [N]."""
+"""A mask whose answer is checked and expanded to bool [N], True where it removes the token."""
 
 
 # --- built-in masks ----------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def build_masks(algorithm: Any) -> list[tuple[str, CheckedMask]]:
 
 
 def taken_out(owner: str, mask: Mask, response: Response) -> np.ndarray:
-    """What ``mask`` removes from a response, bool [N]. Raises ConfigError if it fails or misbehaves."""
+    """Call ``mask``; return what it removes from a response, bool [N]. Raises ConfigError if it fails."""
     with calling(owner):
         answer = mask(response)
         taken = np.asarray(answer)
@@ -168,7 +169,7 @@ def taken_out(owner: str, mask: Mask, response: Response) -> np.ndarray:
 
 
 def check_masks(algorithm: Any) -> None:
-    """Preflight of the masks on trial responses. Raises ConfigError."""
+    """Preflight of the masks: call each on made-up responses. Raises ConfigError."""
     log_probs: Sequence[np.ndarray] = (np.array([-1.0, -2.0, -0.5]), np.array([-1.1, -1.9, -0.5]))
     for _, mask in build_masks(algorithm):
         for is_cut in (False, True):

@@ -6,9 +6,9 @@ the vectors with the loss. For a new metric write one (or call ``token_mean``) a
 ``objective.MEASUREMENTS``, or to a loss's ``measurements``. This module has those for all tokens alike,
 ``diagnostics.py`` those by kind of token.
 
-**Raised tokens** have ``r = pi / pi_old > 1.2``, GRPO's upper bound. A higher c_high affects the positive
-ones: without any, or with only likely ones, no c_high can keep the entropy up (Figs. 5 and 10 of arXiv
-2510.18927).
+**Raised tokens** have ``r = pi / pi_old > 1.2``, GRPO's upper bound. A higher c_high affects those with a
+positive advantage: without any, or with only likely ones, no c_high can keep the entropy up (Figs. 5 and 10
+of arXiv 2510.18927).
 
 **Engine gap** (train-inference mismatch): engine and trainer compute one function with different kernels, in
 different orders, perhaps at different precisions, which makes on-policy data slightly off-policy. A large or
@@ -47,8 +47,8 @@ class LossTerms(NamedTuple):
 
 @dataclass(frozen=True)
 class PackView:
-    """Input of ``Measurement.sums``: log-probs, columns and loss terms of a pack or chunk, without gradients,
-    and the search's result."""
+    """Input of ``Measurement.sums``: a pack, or a chunk of it, with its log-probs, its loss terms and the
+    result of the loss's search. ``Objective`` calls ``sums`` under ``torch.no_grad``."""
 
     stats: TokenStats
     """Log-probs and entropies under the policy in training, nats."""
@@ -80,7 +80,7 @@ class UpdateSums:
     tokens: float
     """Tokens in the loss, at least 1 because it is a divisor."""
     found: Any
-    """The result of a search before the update; None without one, or if the update itself searches."""
+    """The result of a search before the update; None without one, or if each micro-batch has its own."""
     parts: Mapping[str, Tensor]
     """The summed vector of each measurement, and the search's under ``SEARCH``."""
 

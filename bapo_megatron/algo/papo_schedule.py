@@ -3,8 +3,8 @@
     w = 1 + strength phase  (expanding),    w = 1 - strength phase  (contracting)
 
 The phase, -1 to 1, measures how far the moving average of the run's entropy is below its target.
-``PapoSchedule.observe`` takes each update's entropy, ``weights`` returns the next update's two factors, and
-checkpoints hold ``state``. Imports no torch.
+``PapoSchedule.observe`` takes each update's entropy, ``weights`` has the next update's two factors, and
+``state`` is stored in checkpoints. Imports no torch.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def phase(entropy: float, target: float, band: float) -> float:
 class PapoSchedule:
     """PAPO's schedule of one run: the next update's weights, from the entropies of earlier updates.
 
-    Read ``weights`` before an update and call ``observe`` with its mean entropy after it, on every rank
-    alike. Checkpoints hold its ``state``.
+    ``UpdateLoss`` reads ``weights`` before an update and then calls ``observe`` with the update's mean
+    entropy, which is equal on every rank. Checkpoints contain its ``state``.
     """
 
     def __init__(self, config: PapoConfig) -> None:

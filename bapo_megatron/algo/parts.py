@@ -1,7 +1,8 @@
-"""Registry of a loss's companions, by name: ADVANTAGES, MASKS and TERMS (added loss terms).
+"""Registries of advantages, masks and added loss terms by name (ADVANTAGES, MASKS, TERMS), and their loader.
 
 ``load_part`` returns the function of a registered name or of a user's ``package.module:name``, with settings
-bound to its trailing arguments. Raises ConfigError for an unknown name or wrong setting. Imports no torch.
+bound to its trailing arguments. Raises ConfigError for an unknown name or wrong setting; within ``calling``
+any error of the function becomes one. Imports no torch, unless a loaded function does.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CENTERED_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 MASKS = _registered("masks", "cut_responses", "icepop", "second_moment", "rollout_rs")
 
 RATIO_MASKS = ("icepop", "second_moment", "rollout_rs")
-"""Masks that compare trainer and engine: they need the trainer's pi_old."""
+"""Masks by the ratio of trainer to engine: they need ``old_log_probs=trainer``."""
 
 TERMS = _registered("terms", "entropy_bonus")
 
@@ -69,7 +70,7 @@ def load_part(
 
 @contextmanager
 def calling(owner: str) -> Iterator[None]:
-    """Context manager around a call of a part, ``owner``: whatever it raises becomes a ConfigError."""
+    """Context manager around a call of the part ``owner``: whatever it raises becomes a ConfigError."""
     try:
         yield
     except ConfigError:
@@ -80,7 +81,7 @@ def calling(owner: str) -> Iterator[None]:
 
 @contextmanager
 def tried_on(example: str) -> Iterator[None]:
-    """Context manager around a trial call before the run: errors name the ``example`` that it was given."""
+    """Context manager around a trial call before the run: adds its input, ``example``, to a ConfigError."""
     try:
         yield
     except ConfigError as error:
@@ -88,7 +89,7 @@ def tried_on(example: str) -> Iterator[None]:
 
 
 def returned(value: Any) -> str:
-    """What a part returned, as the end of a message: ``returned float64 of shape [2]``."""
+    """Describe what a part returned, for the end of a message: ``returned float64 of shape [2]``."""
     if value is None:
         return "returned None"
     if not hasattr(value, "shape"):

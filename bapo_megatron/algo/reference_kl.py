@@ -11,7 +11,7 @@ joschu.net/blog/kl-approx.html): for tokens of pi, k1 and k3 have the mean KL(pi
 in the loss is GRPO's (arXiv 2402.03300, Eq. 4), k1 in the reward is RLHF PPO's (arXiv 1909.08593, Eq. 2).
 
 A good estimate of the value need not have a good gradient (arXiv 2506.09477; arXiv 2510.01555). The
-derivatives by log pi of the token are
+derivatives with respect to log pi of the token are
 
     k1: 1        k2: log(pi / pi_ref)        k3: 1 - q
 
@@ -21,11 +21,11 @@ loss: with k1 its policy gradient is that of KL over whole responses, up to the 
 advantages.
 
 Tokens come from the sampling policy, and without ``unbiased`` the loss has no factor pi / pi_old, as in GRPO:
-a step's updates after the first weigh tokens as sampled by the old policy. With it the term is ``r k``, r =
-pi / pi_old. The mean of its gradient, ``r (k + dk)``, over tokens of pi_old is in each state the gradient of
-E[k] over tokens of pi: with k3, ``r log(pi / pi_ref)``, that of KL(pi || pi_ref), even at r = 1. States
-remain those of the old policy. ``importance_cap`` corrects from pi_rollout to pi_old, because the weight is
-the policy loss's.
+in a step's updates after the first the mean is still over the old policy's tokens. With it the term is
+``r k``, r = pi / pi_old. The mean of its gradient, ``r (k + dk)``, over tokens of pi_old is in each state the
+gradient of E[k] over tokens of pi: with k3, ``r log(pi / pi_ref)``, that of KL(pi || pi_ref), even at r = 1.
+States remain those of the old policy. ``importance_cap`` corrects from pi_rollout to pi_old, because the
+weight is the policy loss's.
 
 Pure functions. Legend: ``_T`` tokens of a pack (a micro-batch), ``_N`` trained tokens of a response.
 """

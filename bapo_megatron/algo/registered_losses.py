@@ -2,7 +2,7 @@
 
 ``loss_path`` maps ``algorithm.loss`` to a class path, which ``losses.build_loss`` imports. The other
 functions take a run's ``AlgorithmConfig``: they return whether its loss searches a whole update, or raise
-ConfigError if it ignores ``algorithm.bounds`` or ``batch.hold_forwards``.
+ConfigError if it would ignore the given ``algorithm.bounds`` or ``batch.hold_forwards``.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def loss_path(name: str) -> str:
 
 
 def check_registered(algorithm: Any, hold_forwards: bool) -> None:
-    """Raise ConfigError unless a registered loss uses the bounds settings and held forwards."""
+    """Raise ConfigError if a registered loss would ignore bounds settings or ``hold_forwards``."""
     check_bounds(algorithm, LOSSES[algorithm.loss].bounds)
     if hold_forwards:
         check_held_forwards(algorithm, searches_update(algorithm))
 
 
 def check_bounds(algorithm: Any, use: BoundsUse) -> None:
-    """Raise ConfigError, with the ignored fields, unless the loss reads what ``algorithm.bounds`` sets."""
+    """Raise ConfigError, with the fields, if ``algorithm.bounds`` sets what the loss does not read."""
     bounds, loss = algorithm.bounds, algorithm.loss
     if use == "fixed" and (bounds.low_start, bounds.high_start) != (bounds.low_end, bounds.high_end):
         raise ConfigError(
@@ -108,6 +108,6 @@ def searches_update(algorithm: Any) -> bool:
 
 
 def measures_ratio(algorithm: Any) -> bool:
-    """Whether the loss searches ratios that differ between engine and trainer, and are therefore never known.
-    True, the costlier case, for a dotted path."""
+    """Whether the loss searches by the ratios themselves: with the engine's pi_old these are then measured in
+    every update, even on-policy (``Search.is_ratio``). True, the costlier case, for a dotted path."""
     return ":" in algorithm.loss or LOSSES[algorithm.loss].searches_ratio

@@ -1,4 +1,4 @@
-"""Sequence-level statistics of an update, for losses with a whole-response ratio (GSPO, VESPO) and rejection.
+"""Sums and means per sequence of an update, for losses with a whole-response ratio and for rejection.
 
 ``sequence_sums`` returns, for a pack, a vector of length 2 S: the S sums ``sum_t log r_t`` (``r_t = pi /
 pi_old`` of token t), then the S token counts. A pack may hold only part of a response (a chunk of the output

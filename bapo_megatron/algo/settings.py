@@ -1,8 +1,9 @@
 """Validator of settings against annotations such as ``Annotated[float, Gt(0)]``: names, types and ranges.
 
-For configuration fields: ``wrong_types`` and ``out_of_range`` yield errors of a dataclass. For arguments of a
-user's loss, reward or environment: ``settings_of`` lists them, ``check_settings`` raises ConfigError. For a
-TOML table: ``table_problems``. An error is one line with the field and, usually, its value and the fix.
+For a configuration dataclass ``wrong_types`` and ``out_of_range`` yield the errors. For the settings of a
+loss, advantage, mask or loss term, built-in or custom, and of a built-in reward or environment,
+``settings_of`` lists them from the signature, and ``check_settings`` raises ConfigError. For a TOML table:
+``table_problems``. An error is one line with the field and, usually, its value and the fix.
 ``config/validation.py`` has the rules between fields.
 """
 
@@ -140,13 +141,13 @@ def _checked(config: object) -> Iterator[tuple[str, Any, Any]]:
                 yield from fields_of(item, f"{path}[{number}].")
 
 
-# --- arguments of a loss, a reward or an environment -------------------------------------------------
+# --- arguments of a class or function -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A constructor argument that a user may set: name, annotation, default. ``str`` describes it,
-    ``problem`` returns the error of a value."""
+    """An argument of a loss, advantage or another part that a recipe may set: name, annotation, default.
+    ``str`` describes it, ``problem`` returns the error of a value."""
 
     name: str
     annotation: Any
@@ -168,12 +169,8 @@ class Setting:
 
 
 def settings_of(build: Callable[..., Any], skip: int = 1) -> list[Setting]:
-    """Settings of a loss, in order: its constructor's arguments after ``algorithm``.
-
-    Args:
-        build: the class, or a ``functools.partial`` of it, whose values become the defaults.
-        skip: number of leading arguments that are not settings.
-    """
+    """Settings of a class or function, in order: its arguments except the first ``skip`` (for a loss, its
+    ``algorithm``). ``build`` may be a ``functools.partial``, whose values become the defaults."""
     parameters = list(inspect.signature(build).parameters.values())[skip:]
     cls: type = getattr(build, "func", build)  # type: ignore[arg-type]
     hints, factories = _hints(cls), getattr(cls, "__dataclass_fields__", {})
@@ -234,7 +231,7 @@ def _type_words(annotation: Any) -> str:
 
 
 def table_problems(kind: type, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield errors of a (nested) table for the dataclass ``kind``: field name and rest of the sentence."""
+    """Yield the errors of a (nested) table for the dataclass ``kind``: field name, rest of the sentence."""
     hints = get_type_hints(kind)
     fields = {item.name: item for item in dataclasses.fields(kind)}
     for name, value in table.items():

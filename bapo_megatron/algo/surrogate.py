@@ -4,8 +4,8 @@
 
 ``policy_loss`` returns the loss of a pack or chunk, ``clipped_tokens`` and ``gradient_factor`` its per-token
 effects, ``contribution_sums`` the sums for ``bounds.search_bounds``. ``pi_old`` is the rollout policy, or
-with ``algorithm.old_log_probs=trainer`` the trainer's own at the start of the step. ``pi_rollout`` is always
-the sampling policy, the weight in Eq. 8.
+with ``algorithm.old_log_probs=trainer`` the trainer's policy at the start of the step. ``pi_rollout`` is
+always the sampling policy; its probability is the weight in Eq. 8.
 
 Pure functions on tensors. Sums are additive: the policy adds them over packs and all-reduces them over ranks
 before the search. They come from histograms of log r with the candidate bounds as bin edges: cumulative sums

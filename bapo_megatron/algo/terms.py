@@ -1,13 +1,13 @@
 """Terms added to the policy loss, token by token.
 
-``build_terms`` returns a run's terms, built-in or custom (``algorithm.terms``). A term maps the
-``TokenStats`` and the ``MicroBatch`` of some tokens to a cost per token, [T], differentiable in log-probs and
-entropies; its further arguments are settings. The loss gains ``sum_t weight_t cost_t``, with the policy
-loss's weights and divisor. ``kl_terms`` returns the KL to a reference and to a teacher, which are terms with
-their own settings (``reference_kl.py``).
+A function of ``algorithm.terms``, built-in or custom, maps the ``TokenStats`` and the ``MicroBatch`` of some
+tokens to a cost per token, [T], differentiable in log-probs and entropies; its further arguments are
+settings. ``build_terms`` makes each a ``Term``, the sum ``sum_t weight_t cost_t`` that the loss gains, with
+the policy loss's weights and divisor. ``kl_terms`` returns the KL to a reference and to a teacher, which are
+terms with their own settings (``reference_kl.py``).
 
 A call may see part of a sequence: a token's cost may depend only on that token. Legend: ``_T`` tokens of a
-pack (a micro-batch of packed sequences).
+pack (a micro-batch).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def term_measurement(label: str, term: Term) -> Measurement:
 
 
 def check_terms(algorithm: Any) -> None:
-    """Preflight of the terms on a pack of two tokens. Raises ConfigError, also without a gradient."""
+    """Preflight of the terms on a made-up pack. Raises ConfigError, also for a term without gradient."""
     batch = MicroBatch.of((0, 2), ((0, 0, 2),), 1, mask_T=torch.ones(2), weight_T=torch.ones(2))
     stats = TokenStats(*(torch.tensor([-1.0, -2.0], requires_grad=True) for _ in range(2)))
     for number, term in enumerate(build_terms(algorithm).values()):

@@ -33,8 +33,8 @@ def unmasked(mask_T: Tensor, *fields: Tensor) -> list[Tensor]:
 
 
 def selects(device: torch.device) -> bool:
-    """Whether masked sums select tokens by index (CPU, faster) or mask them (GPU). On a GPU a selection would
-    make the host wait for the number of selected tokens."""
+    """Whether masked sums select tokens by index (True on a CPU: faster) or mask the others. On a GPU a
+    selection would make the host wait for the number of selected tokens."""
     return device.type == "cpu"
 
 

@@ -28,7 +28,7 @@ _PYTHON = f"/python{sys.version_info.major}.{sys.version_info.minor}/"
 
 @dataclass(slots=True)
 class Block:
-    """One allocated storage: its size in bytes, its origin in the program, and its kind of memory."""
+    """One allocated storage: its size in bytes, where the program allocated it, and its kind of memory."""
 
     size: int
     device: str
@@ -50,7 +50,7 @@ class Block:
 
 
 class Ledger:
-    """Log of storage allocations and releases, filled by the meter; ``peak`` replays it for one phase.
+    """Log of storage allocations and releases, filled by the meter; ``peak`` replays it up to a phase's peak.
 
     Weak references detect releases, so garbage collection decides when memory of a cycle is free.
     """

@@ -5,7 +5,7 @@ Buffers keep their shapes, so most collectives need no result: received values b
 MAX and MIN, broadcasts, objects and the shapes that pipeline stages announce are answered as if every peer
 were like this rank.
 
-torch's object collectives and the patches of ``repair_torch`` stay in this process.
+The patches of torch, of its object collectives and by ``repair_torch``, are never undone in this process.
 """
 
 from __future__ import annotations
@@ -156,10 +156,8 @@ def _numbers(data: Any) -> Any:
 
 
 class Collectives:
-    """Recorder of one rank's collectives, in order, which also gives the meter their results.
-
-    Raises RuntimeError or ValueError where NCCL would reject a call.
-    """
+    """Recorder of one rank's collectives, in order; ``answer`` also gives the meter their results. Raises
+    RuntimeError or ValueError where NCCL would reject a call."""
 
     def __init__(self, names: Mapping[str, str], book: Callable[[Tensor, str], None]) -> None:
         """``names``: group kinds by torch's names; ``book`` records a buffer that NCCL allocates."""

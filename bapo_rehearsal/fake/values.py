@@ -1,8 +1,8 @@
-"""Constant propagation: fake tensors that follow from host data keep their real values, if small.
+"""Constant propagation: fake tensors that are computed from host data alone keep real values, if small.
 
-The meter calls it after each kernel. A pack's tokens, masks, bounds and positions are known, and so is
-everything computed from them; hidden states are not. So a data-dependent shape (``nonzero`` of a mask) is
-exact if it follows from the program's own data. Otherwise ``ShapesFromValues`` gives ``nonzero`` and masks
+The meter calls ``propagate`` after each kernel. A pack's tokens, masks, bounds and positions are known, and
+so is everything computed from them; hidden states are not. So a data-dependent shape (``nonzero`` of a mask)
+is exact if it follows from the program's own data. Otherwise ``ShapesFromValues`` gives ``nonzero`` and masks
 the largest shape, and ``bincount`` its ``minlength``. Raises NotImplementedError for ``repeat_interleave`` of
 unknown counts, and for a mask beside other indices. Unknown values that the host reads are guessed as ones:
 finite, positive and true.
@@ -137,10 +137,9 @@ aten = torch.ops.aten
 
 
 class ShapesFromValues:
-    """Results of ``nonzero``, boolean indexing, ``masked_select``, ``bincount``, ``repeat_interleave``.
-
-    The meter asks it before torch's fake kernels. ``read`` is called before each result with the tensor whose
-    values decide the shape; the host waits if it is on the GPU.
+    """Fake results of kernels whose shapes depend on values: ``nonzero``, boolean indexing,
+    ``masked_select``, ``bincount``, ``repeat_interleave``. The meter calls ``answer`` before torch's fake
+    kernels. ``read`` is called first with the tensor whose values decide the shape: on a GPU the host waits.
     """
 
     def __init__(self, read: Callable[[Tensor, str], None]) -> None:

@@ -1,7 +1,8 @@
-"""Attention kernels in torch for packed documents (thd): fused attention, and the steps of ring attention.
+"""Torch versions of Transformer Engine's kernels of fused and ring attention, for packed documents (thd).
 
-The compiled functions take positional arguments, whose order differs by version; ``_FORWARD`` and
-``_BACKWARD`` name them by their number. Raises NotImplementedError for dropout, windows and other layouts.
+The compiled functions take positional arguments, whose order differs by version: ``_FORWARD`` and
+``_BACKWARD`` map their number to their names. Raises NotImplementedError for dropout, windows and other
+layouts.
 
 Shapes: T tokens, Q queries, K keys, H heads, G KV heads, D head_dim; ``_HQK`` is [heads, queries, keys].
 

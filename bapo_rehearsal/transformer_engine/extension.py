@@ -1,8 +1,9 @@
-"""Stand-in module for ``transformer_engine_torch``, the compiled part of Transformer Engine, and its kernels.
+"""Stand-in module for ``transformer_engine_torch``, the compiled part of Transformer Engine; its registry.
 
-A torch kernel allocates exactly the tensors that the compiled one returns or keeps, then computes them if its
-inputs have values. Under FakeTensorMode they have none, so it allocates what a GPU would. The call counter
-and the observers are global to the process. A function without a stand-in raises NotImplementedError.
+``kernel`` registers the torch version of a compiled kernel (``layers.py``, ``attention.py``), which allocates
+exactly the tensors that the compiled one returns or keeps, then computes them if its inputs have values
+(under FakeTensorMode they have none). ``make_extension`` returns the module. Counter and observers are global
+to the process. A function without a stand-in raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ calls: Counter[str] = Counter()
 """Calls of each kernel in this process."""
 
 observers: list[Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = []
-"""Callbacks with the name and arguments of each kernel, before it runs; for example to count FLOPs."""
+"""Callbacks that get a kernel's name and arguments before it runs, for example to count FLOPs."""
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,9 @@
 """Import of Transformer Engine's Python package over the stand-in for its compiled part.
 
-Happens once per process, before megatron is imported. For tests, whose tensors are on a CPU, torch.cuda
-reports a GPU (``answer_cuda``): ``is_available`` and ``is_cuda`` are true for Transformer Engine's modules
-only; properties, streams, events and ``Tensor.cuda`` are fake for every caller. A rehearsal has its own fake
-GPU (``fake/cuda_device.py``).
+Call ``install`` once per process, before megatron is imported. For tests, whose tensors are on a CPU, it
+makes torch.cuda report a GPU (``answer_cuda``): ``is_available`` and ``is_cuda`` are true for Transformer
+Engine's modules only; properties, streams, events and ``Tensor.cuda`` are fake for every caller. A rehearsal
+has its own fake GPU (``fake/cuda_device.py``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Kernels of layers and of the optimizer in torch.
+"""Torch versions of Transformer Engine's compiled kernels for layers and the optimizer.
 
 GEMM, RMSNorm, rotary position embedding (RoPE), grouped GEMM, permutation by expert; AdamW, norm and scale.
-They compute in float32 for all dtypes. RoPE is for packed documents (thd), also under context parallelism.
-The permutation replaces the wrappers of triton kernels, whose import needs a GPU. Raises NotImplementedError
-for fp8, GELU, overlapped communication, and RoPE that is interleaved or not packed.
+All compute in float32 for all dtypes. RoPE is for packed documents (thd), also under context parallelism. The
+permutation replaces the wrappers of triton kernels, whose import needs a GPU. Raises NotImplementedError for
+fp8, GELU, overlapped communication, and RoPE that is interleaved or not packed.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 ``build_loss`` creates the loss of ``algorithm.loss``, a registered name or ``package.module:Name``. A new
 loss subclasses ``TokenLoss`` (define ``rule``) or ``Loss`` (define ``terms``: from a pack's log-probs,
 columns and search result to its loss, each token's gradient factor, and clipping). Clip fractions,
-diagnostics, entropy rule and PAPO follow from these. Every rank calls it for its own packs; it makes no
-collective calls.
+diagnostics, entropy rule and PAPO follow from these. ``Objective`` calls a loss on every rank, for the rank's
+own packs; a loss makes no collective calls.
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 """
@@ -43,8 +43,8 @@ __all__ = [
 @dataclasses.dataclass(frozen=True)
 class Search:
     """A search that precedes a loss, over an update or parts of it: clipping bounds, sequence ratios, a mask.
-    ``found = find(sum of measure over packs and ranks)``: the caller obtains the sums (in the cheapest way
-    that ``scope`` allows), calls ``find``, and passes ``found``, equal on every rank, to ``Loss.terms``."""
+    ``found = find(sum of measure over packs and ranks)``: ``UpdateLoss`` obtains the sums (in the cheapest
+    way that ``scope`` allows) and calls ``find``. ``found``, equal on every rank, goes to ``Loss.terms``."""
 
     measure: TokenFn
     """Additive sums of one pack: a float64 vector of the same length for all packs."""

@@ -2,12 +2,12 @@
 
     loss = -sum_t weight min(r A, clip(r, c_low, c_high) A),    r = pi / pi_old
 
-``ClipLoss``, ``algorithm.loss=clip``, the default. ``algorithm.bounds`` chooses the bounds, with presets in
-``bapo_megatron.algo.bapo``. Its search: ``contribution_fn`` gives a pack's sums, ``search`` (or
-``search_groups``) the bounds from the reduced sums. With ``algorithm.bounds.scope=micro_batch`` each search
+``ClipLoss`` is the default, ``algorithm.loss=clip``. ``algorithm.bounds`` chooses the bounds, with presets in
+``bapo_megatron.algo.bapo``. To search them, ``contribution_fn`` computes a pack's sums, and ``search`` (or
+``search_groups``) maps the reduced sums to bounds. With ``algorithm.bounds.scope=micro_batch`` each search
 group, about ``bounds_tokens`` tokens of an update, has its own bounds. Groups depend only on the update's
-data: they are the same for every rank, layout and pack length (with ``bounds_tokens=None`` the groups are the
-packs instead). Packs must come from ``data.packing.pack_samples``; others raise ValueError.
+data: they are the same for every rank, layout and pack length, and need packs of ``pack_samples``; others
+raise ValueError. With ``bounds_tokens=None`` the packs that all ranks process together are one group.
 
 Legend: ``_T`` tokens of a pack (a micro-batch), ``_G`` search groups of an update.
 """
@@ -137,7 +137,7 @@ def search_groups(sums: Tensor, config: BoundsConfig) -> tuple[SearchResult, ...
 
 
 def at_bounds(bounds: Bounds, sums: Tensor, config: BoundsConfig) -> SearchResult:
-    """The given bounds, with their contribution for other (reduced) sums of ``contribution_fn``."""
+    """Return the given bounds with the contribution that other (reduced) sums have at them."""
     rows = sums.tolist()
     highs = high_values(config)
     positive = rows[highs.index(bounds.high)]
@@ -150,8 +150,8 @@ class ClipLoss(Loss):
     """PPO-clip loss at an update's bounds, searched by Algorithm 1 or fixed.
 
     With ``bounds.scope=update`` or ``bounds_tokens`` the search needs the ratios of all tokens of the update
-    before its first backward pass, which may cost a forward pass; fixed, lagged or per-pack bounds do not.
-    The search raises FloatingPointError if its sums are not finite.
+    before its first backward pass, which may cost a forward pass. Fixed and per-pack bounds do not, lagged
+    ones only in the first update. The search raises FloatingPointError if its sums are not finite.
     """
 
     bounds = "searched"
@@ -238,7 +238,7 @@ class ClipLoss(Loss):
             means = (number / update.tokens for number in sums.tolist())
             used = dict(zip(exact.metrics(), means, strict=True))
         else:
-            result = result or exact  # searched during the update, with held forward passes
+            result = result or exact  # without a result, where only the metrics' names count
             used = at_bounds(result.bounds, measured, config).metrics()
         has_moved = float(used["bapo/rounds"] > 0)
         return {

@@ -140,9 +140,9 @@ class P3o(Loss):
         loss = -sum_t weight sg(min(r, E)) A log pi + (1 - E) sum_t weight (1 / r - 1 + log r)
 
     E caps the score function's weight and sets the strength of a pull towards the sampling policy: the k3
-    estimate of KL(pi || pi_old). On-policy E is 1 and the loss is REINFORCE's. The paper searches each
-    optimizer step (Eqs. 7 and 12, Algorithm 2), as here; the authors' code (FeynRL) searches each micro-batch
-    over the data-parallel ranks. There are no settings. The paper's mean is over tokens.
+    estimate of KL(pi || pi_old). On-policy E is 1 and the loss is REINFORCE's. E is computed once per update,
+    as in the paper (Eqs. 7 and 12, Algorithm 2); in the authors' code (FeynRL) per micro-batch, over the
+    data-parallel ranks. There are no settings. The paper's mean is over tokens.
 
     The gradient factor and the gradient measures cover only the first term, as with the KL to a reference.
     Clipped: the tokens at the cap, which are most of them: their ratios are near 1, and E is below it.

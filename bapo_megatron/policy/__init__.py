@@ -1,4 +1,4 @@
-"""The megatron-core policy, ``megatron.MegatronPolicy``. Its modules import torch and megatron-core."""
+"""megatron-core policy, ``megatron.MegatronPolicy``. Its import makes megatron-core usable without triton."""
 
 from bapo_megatron.policy.megatron_versions import replace_triton_kernels
 

@@ -1,16 +1,16 @@
-"""Core attention module in torch for ``thd`` packs: ``DocumentAttention``, causal within each document.
+"""``DocumentAttention``, core attention in torch for packed sequences (``thd``), causal within each document.
 
 Layers use it where Transformer Engine is missing or has no kernel; ``DocumentPack`` carries a pack's document
-bounds, RoPE and routes to it.
+bounds, RoPE and routes to all layers.
 
 Context parallelism: keys and values are all-gathered over the CP ranks (small, with grouped-query heads);
-each rank's queries attend to the preceding part of their document. No mask tensor exists. Half precision on a
-GPU uses ``flash_attention``; other cases use padded batches for whole documents and ``prefix_attention`` for
-chunks.
+each rank's queries attend to the preceding part of their document. No mask tensor is allocated. Half
+precision on a GPU uses ``flash_attention``; float32 and CPUs use padded batches of whole documents, under CP
+``prefix_attention`` of chunks.
 
-Flash attention: one call of torch's variable-length kernel for all chunks, from torch 2.11 on.
-Its causal mask aligns the last query with the last key (bottom right), which suits a document's chunk: its
-queries are the last of its keys.
+Flash attention: one call of torch's variable-length kernel for all chunks, from torch 2.11 on. Its causal
+mask aligns the last query with the last key (bottom right), which suits a document's chunk: its queries are
+the last of its keys.
 
 Padded batches: documents of similar length, right-padded, through SDPA. Under a causal mask no real query
 sees the padding behind it, so SDPA needs no mask tensor and can use its fast kernels.
@@ -57,8 +57,9 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass
 class DocumentPack(PackedSeqParams):  # type: ignore[misc]
-    """megatron-core's ``PackedSeqParams`` of a pack, plus document bounds on the host, RoPE table, routes and
-    load counter. Created for each pass over a pack; every layer reads it."""
+    """megatron-core's ``PackedSeqParams`` of a pack, plus what the layers here read: document bounds on the
+    host, RoPE table, the experts to replay (routes), and the counter of tokens per expert. ``PolicyModel``
+    creates one for each forward pass of a pack."""
 
     bounds: tuple[int, ...] = ()
     """``cu_seqlens`` on the host: reading it from a GPU would synchronize in every layer."""
@@ -100,10 +101,8 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc]
     """Core attention module: RoPE, then dot-product attention, causal within each document of a pack.
-
     ``forward`` takes this CP rank's queries, keys and values and returns [tokens, heads * head_dim]; with CP
-    it is collective over the CP ranks. megatron-core creates one per layer.
-    """
+    it is collective over the CP ranks. megatron-core creates one per layer."""
 
     def __init__(
         self,
@@ -274,7 +273,8 @@ def _attend(inputs: list[Tensor], scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class PaddingPlan:
-    """Index maps on the device between a pack's tokens and rows of its right-padded document batches."""
+    """Right-padded batches of a pack's documents, by similar length, and index maps on the device between the
+    pack's tokens and the batches' rows."""
 
     batches: tuple[tuple[int, int, int], ...]
     """First row, end row and number of documents of each batch."""

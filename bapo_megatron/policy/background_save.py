@@ -1,10 +1,10 @@
 """Asynchronous checkpoint writing: a forked process writes a torch_dist checkpoint while training continues.
 
 ``BackgroundSave(request)`` copies GPU tensors, starts the write of megatron's save request and returns; poll
-``is_written``, then ``finish``. Call ``replace_results_queue`` before megatron makes the request. During the
-write the host holds a copy of the GPU tensors, in blocks. (Megatron's own copies are one pinned allocation
-per tensor, which torch rounds up to a power of two and caches: 1.8 times the bytes of Qwen2.5-32B at TP 8,
-beside an offloaded policy.)
+``is_written``, then call ``finish``. Call ``replace_results_queue`` before megatron makes the request. During
+the write the host holds a copy of the GPU tensors, in blocks. (Megatron's own copies are one pinned
+allocation per tensor, which torch rounds up to a power of two and caches: 1.8 times the bytes of Qwen2.5-32B
+at TP 8, beside an offloaded policy.)
 """
 
 from __future__ import annotations
@@ -40,13 +40,10 @@ _ALIGNMENT = 512
 
 
 class BackgroundSave:
-    """Asynchronous checkpoint write in a forked process; implements ``interfaces.Saving``.
-
-    The constructor copies GPU tensors to host memory, forks and returns; ``is_written`` is local, ``finish``
-    collective. The fork sees CPU tensors as they were (copy on write). The copies of GPU tensors are pinned,
-    and a fork shares pinned memory: this process keeps them until the writer ends, because torch would
-    otherwise reuse the blocks during the write.
-    """
+    """Asynchronous checkpoint write in a forked process; implements ``interfaces.Saving``. The constructor
+    copies GPU tensors to host memory, forks and returns; ``is_written`` is local, ``finish`` collective. The
+    fork sees CPU tensors as they were (copy on write). Copies of GPU tensors, if pinned, are shared with it:
+    this process keeps them until the writer ends, because torch would otherwise reuse the blocks."""
 
     def __init__(self, request: AsyncRequest) -> None:
         self._request = request
@@ -60,14 +57,15 @@ class BackgroundSave:
         self._process = self._caller.process
 
     def is_written(self) -> bool:
-        """Return whether this rank's write has ended, on disk or with a failure."""
+        """Whether this rank's write has ended, on disk or with a failure; then also frees the host copies."""
         ended = bool(self._caller.is_current_async_call_done(no_dist=True))
         if ended:
             self._staged.clear()
         return ended
 
     def finish(self) -> None:
-        """Commit the checkpoint once all ranks' parts are written. Collective; raises if a write failed."""
+        """Commit the checkpoint once all ranks' parts are written. Collective. Raises if a write failed:
+        OutOfMemoryError if this rank's writer process was killed or exited with an error."""
         if self._process is not None and self._process.exitcode:
             why = death(self._process.exitcode)
             raise OutOfMemoryError(f"the process that writes the checkpoint has not finished: {why}")

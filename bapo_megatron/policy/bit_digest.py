@@ -2,12 +2,12 @@
 
     digest = sum over elements of  bits(element) * row_factor * column_factor   modulo 2^64
 
-``state_digest`` (weights and optimizer) and ``weights_digest`` return it on every rank; both are collective
-and gather only each rank's sums over its own shards. ``bits`` is the element's bit pattern as an integer; the
-factors are odd numbers derived from the parameter's name and the element's row and column in the *whole*
-parameter, whichever rank holds it. Integers modulo 2^64 add exactly in any order, so neither NCCL's rings nor
-the layout change the sum. An odd factor is invertible: a change of one element always changes the digest; a
-change of several, such as a permutation, goes undetected with probability about 2^-32 at most.
+``state_digest`` (weights and optimizer) and ``weights_digest`` return it on every rank, as hex text; both are
+collective and gather only each rank's sums over its own shards. ``bits`` is the element's bit pattern as an
+integer; the factors are odd numbers derived from the parameter's name and the element's row and column in the
+*global* parameter, whichever rank holds it. Integers modulo 2^64 add exactly in any order, so neither NCCL's
+rings nor the layout change the sum. An odd factor is invertible: a change of one element always changes the
+digest; a change of several, such as a permutation, goes undetected with probability about 2^-32 at most.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 ``save`` begins an asynchronous write and returns its ``BackgroundSave``; ``load`` fills a built model and
 optimizer in place, executing no pickle from the files. Both are collective. The optimizer format is
-``fully_reshardable``, so TP and PP may change. With torch's AdamW (no Transformer Engine, no apex) megatron's
-loading fails in three ways, mended here on the optimizer instance: it expects moments, which torch creates
-only at the first step; it asks each parameter's state for a ``step``, which checkpoints lack; and it shares
-one ``step`` tensor among all parameters.
+``fully_reshardable``, which any layout can load. With torch's AdamW (no Transformer Engine, no apex)
+megatron's loading fails in three ways, repaired here by patches of the optimizer instance: it expects
+moments, which torch creates only at the first step; it asks each parameter's state for a ``step``, which
+checkpoints lack; and it shares one ``step`` tensor among all parameters.
 
 Checkpoints of Transformer Engine's and torch's layers differ only in ``_extra_state`` (fp8 scales, empty for
 these models), so each implementation loads the other's.
@@ -65,7 +65,7 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
 
 
 def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
-    """Load the checkpoint in ``path`` into the model and the optimizer. Collective.
+    """Load the checkpoint in ``path`` into model and optimizer, which keeps this run's settings. Collective.
 
     Raises CheckpointError, on every rank, if it is damaged or would run code (``stored_checkpoint.py``), and
     RuntimeError if it belongs to another model or cannot be read.

@@ -1,15 +1,14 @@
-"""Gated DeltaNet for ``thd`` packs: ``DocumentDeltaNet``, which replaces a layer's attention, and its rule.
+"""Gated DeltaNet for packed sequences: ``DocumentDeltaNet``, which replaces a layer's attention.
 
     S_t = exp(g_t) S_{t-1} + k_t u_t^T      u_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t)      o_t = S_t^T q_t
 
 for each value head, from S = 0 at the start of each document, with q and k normalized to length 1 (then q /
 sqrt(d)), beta = sigmoid(b), g = -exp(A_log) softplus(a + dt_bias), after a causal convolution and silu.
 
-On a CPU, and in float32, ``chunked_rule`` computes the rule in torch, in chunks of 64 tokens: within a chunk
+On a CPU, and in float32, ``chunked_rule`` computes this rule in torch, in chunks of 64 tokens: within a chunk
 the u solve a triangular system, so the state is computed once per chunk (Yang et al. 2024, arXiv 2412.06464).
-In half precision on a GPU ``kernel_rule`` calls flash-linear-attention (fla); its kernels have run only in
-triton's interpreter here, and ``kernel_check.py`` tests them before a policy is built. Neither waits for the
-device.
+In half precision on a GPU ``kernel_rule`` calls flash-linear-attention (fla), whose kernels
+``kernel_check.py`` tests before a policy is built. Neither synchronizes with the device.
 
 Context parallelism: an all-to-all gives each CP rank all tokens of some heads; another returns the outputs to
 the token layout. Output gate and norm work on that layout. TP x CP divides the key heads (``layout.py``).
@@ -54,7 +53,7 @@ class DeltaNetModules:
 
 class DeltaNetBuilder(Builder):
     """Builder of Gated DeltaNet layers: puts ``DocumentDeltaNet`` into a layer's spec in place of attention.
-    For models whose other norms scale by 1 + w."""
+    Its config field makes all norms of megatron's layers scale by 1 + w, as these models' do."""
 
     def config(self) -> dict[str, object]:
         return {"layernorm_zero_centered_gamma": True}

@@ -1,12 +1,13 @@
 """Device, communication backend and attention kernels of this process; and CPU mode.
 
 ``select_device`` returns the device and comes first in every process that trains. megatron-core hard-codes
-"cuda" devices in a few dozen places. Without CUDA ``cpu_mode`` redirects them to the CPU: torch calls in the
-calling thread, megatron-core patches in the whole process. With CUDA ``select_device`` changes no library.
+"cuda" devices in a few dozen places. Without CUDA ``cpu_mode`` redirects them to the CPU: in torch calls
+of the calling thread, and by patches of ``torch.cuda`` and megatron-core in the whole process. With CUDA
+``select_device`` changes no library.
 
 Transformer Engine does not refuse a GPU without an attention kernel: without context parallelism it computes
-all scores of padded documents (unfused), with it a layer fails in the first pass. So ``has_te_attention``
-asks before a model is built.
+all scores of padded documents (unfused), with it a layer fails in the first pass. So ``layers.py`` asks
+``has_te_attention`` before a model is built.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
 
 @cache
 def pack_attention() -> type:
-    """Return ``TEDotProductAttention`` with ``pad_between_seqs`` passed on: no padding separates documents.
+    """Return a ``TEDotProductAttention`` that passes ``pad_between_seqs`` on: no padding separates documents.
 
     Otherwise Transformer Engine before 2.20 compares ``cu_seqlens`` with the padded ones in every layer, a
     GPU synchronization. A function, because the base class imports Transformer Engine.
@@ -124,7 +125,8 @@ def backend() -> str:
 
 
 def select_device() -> torch.device:
-    """Select this process's device (by LOCAL_RANK on a GPU node). Call it once, before any tensor exists."""
+    """Select and return this process's device, by LOCAL_RANK on a GPU node. Idempotent; the first call must
+    come before any tensor exists. Without CUDA it enters ``cpu_mode``."""
     set_default("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if has_cuda():
         index = int(environment_variable("LOCAL_RANK") or "0") % torch.cuda.device_count()
@@ -135,11 +137,9 @@ def select_device() -> torch.device:
 
 
 def release_cached_memory() -> None:
-    """Release torch's cached GPU memory to the driver, and Transformer Engine's dummy weight gradients.
-
-    The next backward pass recreates the latter. A save allocates other tensor sizes than an update, and NCCL,
-    which bypasses torch's allocator, allocates buffers at a group's first use.
-    """
+    """Release torch's cached GPU memory to the driver, and Transformer Engine's dummy weight gradients, which
+    the next backward pass recreates. A save allocates other tensor sizes than an update, and NCCL, which
+    bypasses torch's allocator, allocates buffers at a group's first use."""
     if has_cuda():
         getattr(sys.modules.get(_TE_BASE), "_dummy_wgrads", {}).clear()
         torch.cuda.empty_cache()
@@ -156,11 +156,9 @@ def gpu_name() -> str:
 
 
 def cpu_mode() -> None:
-    """Make megatron-core run on the CPU. Idempotent; does nothing with CUDA.
-
-    Functions that megatron-core decorates with ``torch.compile`` run as they are: to compile them takes ten
-    seconds of each process, more than they do in a run, and requires a C++ compiler.
-    """
+    """Make megatron-core run on the CPU. Idempotent; does nothing with CUDA. Functions that megatron-core
+    decorates with ``torch.compile`` run uncompiled: compiling takes ten seconds of each process, more than
+    they do in a run, and requires a C++ compiler."""
     if has_cuda():
         return
     torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call]

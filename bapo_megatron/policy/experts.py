@@ -1,13 +1,13 @@
 """Mixture-of-experts layers: replay of the engine's routes, and expert load counts.
 
-``replaying`` changes a layer's spec so that it does both. A *route* is the experts that the inference engine
-chose for a token in each layer.
+``replaying`` changes a layer's spec so that the layer does both. A *route* is the experts that the inference
+engine chose for a token in each layer.
 
 **Replay**: a token goes to the experts of its route. Routes travel in the pack (``DocumentPack.routes``), so
 pipeline schedules, recomputation and passes without gradients need no switch: a layer hands its router the
 pack's routes before each run, recomputed or not. Megatron's own replay, a process-wide switch, would have to
 flip between the forward and backward step of each micro-batch; only its hook in the router is used. The
-weights of the given experts come from the router's own logits, differentiable as usual. Without replay
+weights of a route's experts come from the router's own logits, differentiable as usual. Without replay
 (``PackRoutes.replays`` False) the layers choose their own experts and the routes are only compared.
 
 **Load**: an update's tokens per expert, and the router entropy, in ``RouterCounters``.
@@ -50,8 +50,8 @@ _TOTALS, _COUNTS = 3, 4
 
 @dataclass(frozen=True)
 class PackLoad:
-    """Accumulator that adds the expert load of one pack's tokens on this rank to the update's ``load_LC``, in
-    passes with gradients."""
+    """Counter of one pack's tokens per expert and router entropies on this rank: adds to the update's
+    ``load_LC``. Routers call ``add`` in passes with gradients."""
 
     real_T: Tensor
     """float64: 1 for a document's token, 0 for padding."""
@@ -71,7 +71,7 @@ class PackLoad:
 @dataclass(frozen=True)
 class RouterCounters:
     """An update's router counters on this rank: one float64 device vector with views for route totals, route
-    differences (``counts``) and expert load (``load_LC``). The caller sums the vector over all ranks."""
+    differences (``counts``) and expert load (``load_LC``). ``passes.py`` sums it over all ranks."""
 
     version: int
     """The policy's weight version before the update."""
@@ -129,7 +129,8 @@ class RouterCounters:
 @dataclass(frozen=True)
 class PackRoutes:
     """Routes (the engine's experts) of one pack, for this rank's tokens and one model chunk's layers, on the
-    device: expert indices, which are known, whether layers use or only compare them, and counters."""
+    device: expert indices, tokens with known routes, whether layers use or only compare them, and
+    counters."""
 
     expert_TLK: Tensor
     """The experts stored by the engine, for the chunk's layers."""
@@ -151,11 +152,9 @@ Choose = Callable[..., tuple[Tensor, Tensor]]
 
 class RouterChoice:
     """A router's choice of experts, replayed or its own; stands in for megatron's ``RouterReplay``.
-
-    ``get_replay_topk`` returns scores and indices of each token's experts and counts differences and load.
-    The layer sets ``layer``, ``routes`` and ``load`` before each call. ``scores_are_probabilities``: whether
-    the router's scores are probabilities rather than logits.
-    """
+    ``get_replay_topk`` returns scores and indices of each token's experts; with gradients it also counts
+    differences and load. The layer sets ``layer``, ``routes`` and ``load`` before each call.
+    ``scores_are_probabilities``: whether the router's scores are probabilities rather than logits."""
 
     def __init__(self, scores_are_probabilities: bool) -> None:
         self._scores_are_probabilities = scores_are_probabilities
@@ -204,7 +203,7 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
 
 
 class ReplayExperts(MoELayer):  # type: ignore[misc]
-    """megatron-core's expert layer; when recomputed, it gives its router the pack's routes once more."""
+    """megatron-core's expert layer under recomputation: its router gets the same routes in both runs."""
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None
@@ -223,7 +222,8 @@ class ReplayExperts(MoELayer):  # type: ignore[misc]
 
 
 class ReplayLayer(TransformerLayer):  # type: ignore[misc]
-    """megatron-core's transformer layer, which gives its router the pack's routes and load counter."""
+    """megatron-core's transformer layer with experts: gives its router the pack's routes and ``load`` before
+    each run, and frees the dispatcher's tensors after it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -240,13 +240,13 @@ class ReplayLayer(TransformerLayer):  # type: ignore[misc]
 
 
 def forget_tokens(layer: MoELayer) -> None:
-    """Release a dispatcher's last tokens, which megatron-core keeps unused: 13 bytes per token and expert."""
+    """Free a dispatcher's routing tensors, which megatron-core would keep: 13 bytes per token and expert."""
     dispatcher = layer.token_dispatcher
     dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
 
 
 def replaying(spec: ModuleSpec) -> ModuleSpec:
-    """Change an expert layer's spec in place so that it replays routes, and return it."""
+    """Edit an expert layer's spec in place so that it replays routes and counts load; return the spec."""
     spec.module = ReplayLayer
     submodules_of(spec.submodules.mlp).router = ReplayRouter
     return spec
@@ -260,7 +260,7 @@ def unknown_T(route_TLK: Tensor) -> Tensor:
 
 
 def pack_totals(batches: Sequence[MicroBatch]) -> Tensor:
-    """float64 [3] of whole packs: trained tokens, those with known routes, positions with unknown routes."""
+    """float64 [3] over packs: trained tokens, those with known routes, positions with unknown routes."""
     total = torch.zeros(3, dtype=torch.float64)
     for batch in batches:
         assert batch.route_TLK is not None

@@ -1,8 +1,10 @@
-"""megatron-core builders for the kinds of layers: each changes configuration, layer spec and parameter marks.
+"""Layer specs of megatron-core, made by one ``Builder`` for each kind of layer (attention, MLP, experts).
 
-``layer_spec`` returns the spec of one transformer layer: megatron's for attention and an MLP, on Transformer
-Engine or torch, modified by the layer's builders. ``builders`` returns those of given kinds; a kind
-(``bapo_megatron.layers``) names its builder by path. For a new kind, subclass ``Builder``.
+A kind (``bapo_megatron.layers``) names its builder class by dotted path. When a rank builds its model,
+``model.py`` merges the builders' TransformerConfig fields, calls ``layer_spec`` (megatron's spec of attention
+and an MLP, on Transformer Engine or torch, edited by the layer's builders), and lets the builders set the
+parameter attributes by which megatron reduces gradients (``allreduce``). For a new kind, subclass
+``Builder``.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from bapo_megatron.runtime.dotted_path import load_dotted_path
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, scaled by w or 1 + w (``layernorm_zero_centered_gamma``); its weight is marked so that
-    SP sums the gradient over TP ranks."""
+    """torch's RMSNorm, scaled by w or 1 + w (``layernorm_zero_centered_gamma``). Its weight has the attribute
+    ``sequence_parallel``, so that megatron sums the gradient over TP ranks under SP."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -74,7 +76,7 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def norm_class(te: bool) -> type:
-    """The class of norms that are separate modules."""
+    """The class of norms that are not fused into a linear layer: ``RMSNorm``, or Transformer Engine's."""
     if not te:
         return RMSNorm
     from megatron.core.extensions.transformer_engine import TENorm
@@ -83,11 +85,11 @@ def norm_class(te: bool) -> type:
 
 
 class Builder:
-    """Base class of a layer kind's builder: ``config`` returns TransformerConfig fields, ``install`` changes
-    a layer's spec, ``mark`` a built layer's parameters. ``te``: on Transformer Engine's layers or torch's."""
+    """Base class of builders: ``config`` returns TransformerConfig fields, ``install`` edits a layer's spec
+    in place, ``mark`` sets attributes of a built layer's parameters. ``te``: use Transformer Engine."""
 
     recomputed: ClassVar[str | None] = None
-    """Megatron's name of the module recomputed by "selective"."""
+    """Megatron's name of the module recomputed by "selective"; None for none."""
 
     def __init__(self, kind: Any, te: bool) -> None:
         self.kind, self.te = kind, te
@@ -100,7 +102,7 @@ class Builder:
         """Put the kind's modules into a layer's spec. ``longest``: length of the longest document."""
 
     def mark(self, layer: Any) -> None:
-        """Mark a layer's parameters where megatron's own marks are not enough."""
+        """Set attributes of a layer's parameters that megatron does not set itself."""
 
 
 def builders(kinds: Iterable[Kind], te: bool) -> list[Builder]:
@@ -125,7 +127,10 @@ def layer_spec(block: Block, config: TransformerConfig, te: bool, longest: int) 
 
 
 class AttentionBuilder(Builder):
-    """Builder of attention: installs a core attention for packs, and query and key norms."""
+    """Builder of attention. ``config`` returns head counts and width, QKV bias and query-key norms.
+    ``install`` sets the core attention, which takes a ``DocumentPack``, and, without Transformer Engine,
+    ``RMSNorm`` as query and key norm. It removes "core_attn" from ``config.recompute_modules`` if recomputing
+    it saves no memory."""
 
     recomputed = "core_attn"
 
@@ -164,7 +169,7 @@ def _te_attention(config: TransformerConfig, longest: int) -> type:
 
 
 class MlpBuilder(Builder):
-    """Builder of megatron's dense MLP."""
+    """Builder of megatron's dense MLP, which the spec has already: only names the module to recompute."""
 
     recomputed = "mlp"
 
@@ -180,7 +185,8 @@ def _router_product(te: bool) -> Callable[..., Any] | None:
 
 
 class ExpertsBuilder(Builder):
-    """Builder of a mixture of experts with route replay."""
+    """Builder of a mixture of experts that replays the engine's routes. ``config`` also patches megatron's
+    router matmul in this process; ``mark`` marks the experts' parameters for megatron at any EP."""
 
     recomputed = "moe"  # megatron ignores "mlp" in layers with experts
 
@@ -213,13 +219,12 @@ class ExpertsBuilder(Builder):
         replaying(spec)
 
     def mark(self, layer: Any) -> None:
-        """Mark expert parameters as distinct over TP, CP and DP, for any EP.
+        """Set ``allreduce`` to False on expert parameters: megatron reduces their gradients over expert DP.
 
-        Megatron does so only for EP > 1. Without this mark, experts replicated over TP (ETP < TP) would keep
-        only the gradient of their own rank's tokens, and the optimizer layout of a checkpoint would differ
-        between EP 1 and
-        2. ETP shards all of them: without the tensor-parallel mark the gradient norm would count only the
-        first ETP rank's.
+        Megatron does so only for EP > 1. Without it, experts replicated over TP (ETP < TP) would keep only
+        the gradient of their own rank's tokens, and the optimizer layout of a checkpoint would differ between
+        EP 1 and 2. ETP shards all of them: without ``tensor_model_parallel`` the gradient norm would count
+        only the first ETP rank's.
         """
         for parameter in layer.mlp.experts.parameters():
             parameter.allreduce = False
@@ -228,7 +233,7 @@ class ExpertsBuilder(Builder):
 
 
 class SharedExpertsBuilder(ExpertsBuilder):
-    """Builder of a mixture of experts with megatron's gated shared expert."""
+    """Builder of a mixture of experts that also has megatron's gated shared expert."""
 
     def config(self) -> dict[str, object]:
         own = {"moe_shared_expert_intermediate_size": self.kind.shared, "moe_shared_expert_gate": True}

@@ -21,7 +21,8 @@ from bapo_megatron.layers.costs import Cut
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:
-    """Data-parallel size for ``world_size`` processes (None: not started). Raises ConfigError if unfit."""
+    """Data-parallel size for ``world_size`` processes; None (not started): ``parallel.data``, or 1. Raises
+    ConfigError if the layout does not fit that number."""
     if world_size is None:
         return parallel.data or 1
     size, rest = divmod(world_size, parallel.model_size)
@@ -140,8 +141,8 @@ def _divisors(*numbers: int) -> list[int]:
 
 @contextmanager
 def parallel_processes(parallel: ParallelConfig) -> Iterator[None]:
-    """Context manager of the torch.distributed and megatron process groups and this rank's device.
-    Collective: every rank enters it before creating a policy."""
+    """Context manager that selects this rank's device and creates the process groups of torch.distributed and
+    megatron, until the exit. Collective: every rank enters it before creating a policy."""
     from bapo_megatron.policy.device import backend, select_device  # torch, which layouts do not need
     from bapo_megatron.runtime.distributed import process_group
 

@@ -1,7 +1,8 @@
 """megatron-core policy (the actor), ``MegatronPolicy``: GPTModel, pipeline schedule, distributed optimizer.
 
-Its methods take packs (micro-batches of concatenated sequences) and return one additive vector of sums, equal
-on all ranks, or each token's log-probs; ``passes.py`` has the forward and backward passes.
+It works on packs (micro-batches of concatenated sequences): ``update`` makes an optimizer step; other passes
+(``passes.py``) return sums over all ranks' tokens, equal on every rank, or each token's log-probs. It also
+saves, loads, offloads and gathers the weights.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class MegatronPolicy:
-    """The ``Policy`` (actor) on megatron-core, one object per rank: model, optimizer, schedule, frozen
-    reference. The constructor builds the model and loads its weights from an HF folder; process groups must
-    exist (``layout.parallel_processes``). ``interfaces.py`` documents the methods."""
+    """The ``Policy`` (actor) on megatron-core, one object per rank: model, optimizer, schedule, optional
+    frozen reference. The constructor builds the model and loads its weights from an HF folder; process groups
+    must exist (``layout.parallel_processes``). ``interfaces.py`` documents the methods."""
 
     def __init__(
         self,
@@ -61,11 +62,8 @@ class MegatronPolicy:
         reader: TensorReader | None = None,
         keeps_keys: bool = False,
     ) -> None:
-        """Build the model of an HF folder with its weights, optimizer and learning-rate schedule.
-
-        ``temperature`` divides the logits, as in sampling. ``reader``: source of the weights (default: the
-        folder). ``keeps_keys``: see ``RouterCounters``.
-        """
+        """``temperature`` divides the logits, as in sampling. ``reader``: source of the weights (default: the
+        folder). ``keeps_keys``: see ``RouterCounters``."""
         self.version = 0
         self._keeps_keys = keeps_keys
         self._parallel = parallel
@@ -98,7 +96,7 @@ class MegatronPolicy:
 
     @property
     def optimizer_name(self) -> str:
-        """The AdamW implementation in use: Transformer Engine's, apex's or torch's."""
+        """The AdamW implementation in use, for messages (``optimizer.implementation``)."""
         return implementation(self._optimizer)
 
     @property

@@ -1,4 +1,4 @@
-"""Differences between megatron-core releases: each function returns what the imported one needs.
+"""Differences between megatron-core releases: arguments and patches that the installed release needs.
 
 A policy runs on the releases permitted by setup.py; 0.16.1 and 0.19.2 are tested. For checkpoint files,
 ``checkpoints_tools/formats/distcp.py`` detects the format of every release from the content.
@@ -81,8 +81,8 @@ def _common_strategy(read: Callable[[], dict[str, Any]]) -> Any:
 
 
 def marks_cut_experts() -> bool:
-    """Whether megatron marks all ETP-sharded expert weights as such, so that the gradient norm counts them.
-    Before 0.19 Transformer Engine's layers lack the mark, with Transformer Engine 2.20."""
+    """Whether megatron sets ``tensor_model_parallel`` on all ETP-sharded expert weights, by which the
+    gradient norm counts them. Before 0.19 Transformer Engine's layers (2.20) lack it."""
     return release() >= (0, 19)
 
 

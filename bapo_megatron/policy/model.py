@@ -1,8 +1,8 @@
-"""Model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model.
+"""Model construction: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model.
 
-``transformer_config`` returns the configuration, ``build_chunks`` the ``PolicyModel`` chunks, without loaded
-weights (``weight_map.py``). Layers are Transformer Engine's (on a GPU, in half precision, if installed) or
-torch's (``layers.py``). Megatron's process groups must exist (``layout.py``).
+``transformer_config`` returns the configuration; ``build_chunks`` returns ``PolicyModel`` chunks, whose
+weights ``weight_map.py`` loads. Layers are Transformer Engine's (on a GPU, in half precision, if installed)
+or torch's (``layers.py``). Megatron's process groups must exist (``layout.py``).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def transformer_config(
 
 
 def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str]] | None:
-    """Megatron's list of each model chunk's modules, in model order; None if all have as many layers."""
+    """Megatron's list of each model chunk's modules, in model order; None if all chunks are equally long."""
     sizes = chunk_layers(parallel, shape.layers)
     if len(set(sizes)) == 1:
         return None
@@ -129,8 +129,8 @@ def _recompute(batch: BatchConfig, kinds: Sequence[Builder]) -> dict[str, object
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """GPTModel whose last stage returns hidden states [tokens, 1, hidden] instead of logits;
-    ``output_head.py`` computes log-probs and loss from them. A rank has one chunk, or one per virtual
-    pipeline stage."""
+    ``output_head.py`` computes log-probs and loss from them. ``document_pack`` returns its layers' argument.
+    A rank has one chunk, or one per virtual pipeline stage."""
 
     def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple[Any, ...]:
         """megatron-core's layer inputs, with the RoPE table cut to the pack's longest document."""
@@ -162,8 +162,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         counters: RouterCounters | None = None,
         real_T: Tensor | None = None,
     ) -> DocumentPack:
-        """The layers' parameters for a pack: document bounds, RoPE and routes of this rank. ``counters``:
-        collect router choices in a pass with gradients, for tokens that are 1 in ``real_T``."""
+        """Return the layers' argument for a pack: document bounds, RoPE and routes of this rank. ``counters``
+        count router choices in a pass with gradients, for tokens that are 1 in ``real_T``."""
         table = None if self.rotary is None else self.rotary.table(part.position_T)
         routes = self._routes(part, device, counters)
         load = None
@@ -218,11 +218,9 @@ def build_chunks(
 
 
 def _rotary_length(longest: int, _context: Any, _decoder: Any, _input: Any, _config: Any, pack: Any) -> int:
-    """Length of megatron's RoPE table: the longest possible document, so one table serves all packs.
-
-    Megatron itself makes one per longest document and caches 32 of them: 1.1 GB at 64k tokens.
-    ``PolicyModel`` passes the layers only the rows of a pack.
-    """
+    """Length of megatron's RoPE table: the longest possible document, so one table serves all packs. Megatron
+    itself makes one per longest document and caches 32 of them: 1.1 GB at 64k tokens. ``PolicyModel`` passes
+    the layers only the rows of a pack."""
     return max(longest, int(pack.max_seqlen_q))
 
 

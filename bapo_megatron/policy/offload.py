@@ -14,11 +14,11 @@ are swapped: a forward pass reads nothing else.
 
 Storages are resized and written in place, so all their views stay valid: parameters, megatron's buckets,
 ``main_grad``, the distributed optimizer's ranges, master weights of float32 models, the host optimizer's
-weights. (Megatron's own offloading replaces master and moment tensors, so that float32 masters would stop
-being views of the weights, and pins new host memory each time.)
+weights. (Megatron's own offloading replaces the tensors, so that float32 master weights would stop being
+views of the weights, and pins new host memory each time.)
 
 Host memory is allocated in reusable blocks, sized to a power of two because torch rounds pinned allocations
-up to one. A checkpoint's writer fork does not read them: it has its own copies.
+up to one. A checkpoint's writer process does not read them: it has its own copies.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ _ALIGNMENT = 512
 
 
 class Offload:
-    """Offload of a rank's model and optimizer: ``offload`` copies state to the host, frees device memory and
-    returns the freed bytes; ``reload`` restores it bit for bit. Local, blocking."""
+    """Offload of a rank's model and optimizer: ``offload`` copies their state to the host, frees state and
+    gradients on the device, and returns the freed bytes; ``reload`` restores the state bit for bit, not the
+    gradients. Local, blocking."""
 
     def __init__(self, model: Sequence[Any], optimizer: Any, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
@@ -96,9 +97,9 @@ class Offload:
 
 
 class FrozenReference:
-    """The frozen reference's weights on one rank, in host memory. Local. In ``loading()`` the caller fills
-    the model with the reference's weights, which the exit moves to the host; in each later ``in_place()`` the
-    model has them again. Otherwise the model has the policy's weights."""
+    """The frozen reference's weights on one rank, in host memory. Local. Within ``loading()`` the caller
+    fills the model with the reference's weights; the exit moves them to the host and restores the policy's.
+    Within each later ``in_place()`` the model has the reference's weights again."""
 
     def __init__(self, model: Sequence[Any]) -> None:
         """``model``: this rank's chunks, with weights on the device. Allocates nothing yet."""
@@ -135,7 +136,7 @@ class FrozenReference:
 
 
 class HostBlocks:
-    """Host memory for copies of storages: ``pieces`` pairs each piece of them with its place in a block.
+    """Host memory for copies of storages: ``pieces`` yields each piece of a storage with its view of a block.
     Blocks are created at first use, kept, and pinned on a GPU machine."""
 
     def __init__(self) -> None:

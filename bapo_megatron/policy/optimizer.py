@@ -1,22 +1,22 @@
 """AdamW on megatron's distributed optimizer: construction, clipped step, learning-rate schedule.
 
-``build_optimizer`` returns the optimizer, ``clipped_step`` steps it and returns the gradient norm,
-``build_schedule`` the learning-rate scheduler.
+``build_optimizer`` returns the optimizer, ``build_schedule`` its learning-rate scheduler. ``clipped_step``
+steps the optimizer and returns the gradient norm.
 
-With ``optimizer.device=cpu`` master weights and moments stay in host memory and AdamW steps on the host's
-cores. A GPU keeps only weights and gradients, which saves 12 bytes a parameter (8 with float32 weights)
-divided by DP x CP. Gradients are reduced and clipped on the GPU as usual. Then, bucket by bucket, gradients
-are copied to the host, AdamW steps, and the new weights are copied back in the model's dtype, into megatron's
-all-gather buffer. Two CUDA streams overlap the copies with the steps.
+With ``optimizer.device=cpu`` master weights and moments stay in host memory and AdamW runs on the CPU. The
+GPU keeps only weights and gradients, which saves 12 bytes per parameter (8 with float32 weights) divided by
+DP x CP. Gradients are reduced and clipped on the GPU as usual. Then, bucket by bucket, gradients are copied
+to the host, AdamW steps, and the new weights are copied back in the model's dtype, into megatron's all-gather
+buffer. Two CUDA streams overlap the copies with the steps.
 
     GPU    gradients 0   1   2   ...        weights    0   1   2
-    cores                step 0   1   2   ...
+    CPU                  step 0   1   2   ...
 
 Megatron's own ``HybridDeviceOptimizer`` is unusable: after a load without optimizer state it steps on the
 weights from before the load (Megatron-LM, pull request 5071).
 
-Masters and moments are in pageable memory, so the fork that writes a checkpoint sees a snapshot; pinned
-memory would be shared with later updates. Only a bucket's copy buffers are pinned.
+Master weights and moments are in pageable memory, so that the forked process that writes a checkpoint keeps a
+snapshot of them (copy on write). Pinned memory, which a fork shares, is used only for a bucket's copies.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _number_as_in_groups(part: Any) -> None:
 
 
 def implementation(optimizer: Any) -> str:
-    """Name of the AdamW in use: Transformer Engine's, apex's, torch's or the host's."""
+    """Return the name of the AdamW in use: Transformer Engine's, apex's, torch's, or torch's on the host."""
     kinds = {type(part.optimizer) for part in optimizer.chained_optimizers if not part.is_stub_optimizer}
     names = [
         "torch's AdamW on the host"
@@ -118,7 +118,7 @@ def clipped_step(optimizer: Any, clip_grad: float) -> float:
 
 
 def build_schedule(config: OptimizerConfig, optimizer: Any, planned_updates: int) -> OptimizerParamScheduler:
-    """The learning-rate schedule over updates: warmup, then decay to ``min_lr``."""
+    """Return the learning-rate schedule over updates: warmup, then ``config.decay`` to ``min_lr``."""
     warmup = config.warmup_updates
     return OptimizerParamScheduler(
         optimizer,
@@ -167,7 +167,7 @@ def _move_to_host(part: Any, config: OptimizerConfig) -> None:
     adam = HostAdamW(part.optimizer.param_groups, shards, config)
     part.optimizer = adam
     for group_range, group in zip(part.opt_group_ranges, adam.param_groups, strict=True):
-        group_range["orig_group"]["params"] = group["params"]  # releases the old masters on the device
+        group_range["orig_group"]["params"] = group["params"]  # frees the old master weights on the device
     part.get_parameters = lambda: adam.shards
     part._copy_model_grads_to_main_grads = lambda: _take_gradients(part, owners)
     part._copy_main_params_to_model_params = lambda: None  # the step has copied each bucket
@@ -194,8 +194,8 @@ def _take_gradients(part: Any, owners: Sequence[tuple[_Shard, Any]]) -> None:
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW with master weights and moments on the host, gradients and weights on the device. ``step`` blocks
-    until the new weights are on the device; local to the rank."""
+    """AdamW with master weights and moments on the host, gradients and weights on the device. ``step`` is
+    local and may return before the last weights are copied; the current CUDA stream waits for them."""
 
     def __init__(
         self, groups: Sequence[dict[str, Any]], shards: dict[Tensor, _Shard], config: OptimizerConfig
@@ -209,7 +209,7 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Run one AdamW step, bucket by bucket; on return the new weights are on the device."""
+        """Run one AdamW step, bucket by bucket; the current CUDA stream then waits for the new weights."""
         del closure
         copies = self._copies
         with rank_threads():
@@ -303,7 +303,7 @@ class _Copies:
 
 
 def buckets_of(shards: Sequence[_Shard], most: int) -> list[list[_Shard]]:
-    """Group shards, in order, into one-dtype buckets of at most ``most`` elements (or one shard)."""
+    """Group shards, in order, into one-dtype buckets of at most ``most`` elements (or one larger shard)."""
     buckets: list[list[_Shard]] = []
     filled = 0
     for shard in shards:

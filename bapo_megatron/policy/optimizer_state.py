@@ -1,13 +1,13 @@
 """Sharded optimizer state in checkpoints: each DP x CP rank writes and reads its share of whole parameters.
 
-``shard_over_ranks`` patches a ``DistributedOptimizer`` so that ``sharded_state_dict`` does this.
+``shard_over_ranks`` patches a ``DistributedOptimizer`` to do so; ``checkpoint.py`` calls it.
 
 Megatron's distributed optimizer flattens all parameters into buckets and cuts each bucket into equal ranges,
-one per DP x CP rank. A checkpoint (``fully_reshardable``) holds whole parameters: megatron gathers all state
-in every rank's host memory (12 bytes a parameter, plus copies), and one rank writes it. Here each parameter
-has an owner, the rank whose range holds its middle. An all-to-all sends the owner the pieces from other
-ranges (a range cuts at most two parameters), and the owner writes the parameter. Keys, shapes and dtypes in
-the files are megatron's: each reader can read the other's files.
+one per DP x CP rank (expert-DP rank for experts). A checkpoint (``fully_reshardable``) holds whole
+parameters: megatron gathers all state in every rank's host memory (12 bytes a parameter, plus copies), and
+one rank writes it. Here each parameter has an owner, the rank whose range holds its middle. An all-to-all
+sends the owner the pieces from other ranges (a range cuts at most two parameters), and the owner writes the
+parameter. Keys, shapes and dtypes in the files are megatron's: each reader can read the other's files.
 
 With D ranks in DP x CP a rank holds, writes and reads about 12 P / D bytes for P parameters.
 """
@@ -42,7 +42,7 @@ class Piece:
 @dataclass(frozen=True)
 class Placement:
     """Distribution of one parameter's optimizer state: its pieces on DP x CP ranks, and the owner rank, which
-    writes the whole."""
+    writes the whole state."""
 
     number: int
     """Index among megatron's parameters: the key of its state in a state dict."""

@@ -6,19 +6,19 @@
     dH / dz_v = -pi(v) (log pi(v) + H) / t
 
 with logits z = W h of a token's hidden state h, output weights W, and temperature t. ``OutputHead.stats``
-returns log pi and H per token, ``OutputHead.sums`` a differentiable loss vector.
+returns log pi and H per token, ``OutputHead.sums`` a loss vector, whose element 0 is differentiable.
 
 Logits are float32 from the matmul on, whatever the dtype of h and W, and are divided by t in float32: the
 arithmetic of SGLang 0.5.23 under ``--enable-fp32-lm-head`` (``LogitsProcessor._compute_lm_head``,
 ``Sampler.forward``). bfloat16 logits would be off by up to 1/512 of their size, 0.06 nats at a logit of 30.
 
-Each chunk's matmul, softmax, loss and gradient finish before the next chunk begins, so a pack's logits never
-exist as a whole (40 GB in float32 for 64k tokens and 152k entries), and no matmul runs twice. This works
-because the loss is additive over tokens: a token's gradient needs no other token. So a ``TokenFn`` sees one
-chunk at a time; sums over whole sequences must be computed before.
+Each chunk's matmul, softmax, loss and gradient finish before the next chunk begins, so that a pack's logits
+are never all in memory (40 GB in float32 for 64k tokens and a vocabulary of 152k) and none is computed twice.
+This works because the loss is additive over tokens: a token's gradient needs no other token. So a ``TokenFn``
+sees one chunk at a time; sums over whole sequences must be computed beforehand.
 
-``rows_N``: rows of the hidden states with needed logits (None: all), in the order of the labels or the batch;
-copied one chunk at a time.
+``rows_N``: rows of the hidden states whose logits are needed (None: all), in the order of the labels or the
+batch; copied one chunk at a time.
 
 Shapes: ``_T`` tokens, ``_N`` tokens with needed logits, ``_C`` tokens of a chunk, ``_H`` hidden size, ``_V``
 this rank's vocabulary.
@@ -44,9 +44,9 @@ _SOFTMAX_LOGITS = 1 << 27
 
 @dataclass(frozen=True)
 class OutputHead:
-    """Chunked output layer of one policy: ``stats`` returns log-probs and entropies of labels, ``sums`` a
-    loss vector with its gradient. Holds settings only: the weights are arguments. Calls are collective over
-    the tensor-parallel group."""
+    """Chunked output layer of one policy. ``stats`` returns each label's log-prob and the entropy at its
+    position; ``sums`` returns a loss vector, of which only element 0 is differentiable. Holds settings only:
+    the weights are arguments. Calls are collective over the tensor-parallel group."""
 
     temperature: float
     """Divides the logits."""
@@ -62,7 +62,7 @@ class OutputHead:
     def stats(
         self, hidden_TH: Tensor, weight_VH: Tensor, label_N: Tensor, rows_N: Tensor | None = None
     ) -> TokenStats:
-        """Log-probs of the labels and entropies, float32, both [N]."""
+        """Log-probs of the labels and entropies at their positions, float32, both [N], without gradients."""
         log_prob_N, entropy_N = hidden_TH.new_empty(2, label_N.numel(), dtype=torch.float32)
         for part, _, logits_CV in self._logits(hidden_TH, weight_VH, rows_N):
             log_prob_N[part], entropy_N[part], _ = self._stats(logits_CV, label_N[part])
@@ -76,7 +76,7 @@ class OutputHead:
         loss: TokenFn,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """``loss`` summed over the tokens of ``batch``, float64; element 0 is differentiable."""
+        """Return ``loss`` summed over the tokens of ``batch``, float64; only element 0 is differentiable."""
         total: Tensor = _LossAndGradient.apply(hidden_TH, weight_VH, batch, loss, self, rows_N)  # type: ignore[no-untyped-call]
         return total
 
@@ -123,8 +123,8 @@ class OutputHead:
 
 
 class _LossAndGradient(torch.autograd.Function):
-    """Autograd function of ``OutputHead.sums``: forward computes the sums and, chunk by chunk, the gradients
-    too; backward only scales these."""
+    """Autograd function of ``OutputHead.sums``: forward computes the sums and, chunk by chunk, the gradients,
+    which backward scales, and adds to ``main_grad`` if ``adds_in_float32``."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,12 @@
 """Forward and backward passes over micro-batches on megatron-core's pipeline schedules.
 
 ``Passes.forward`` and ``backward`` take packs (concatenated sequences) and a ``TokenFn``, and return its
-additive float64 vector summed over the packs of all ranks; ``backward`` also accumulates gradients. ``stats``
-returns per-token log-probs and entropies. Packs are whole; each rank slices its context-parallel part here.
+additive float64 vector summed over the packs of all ranks; ``backward`` also accumulates the gradients of
+element 0. ``stats`` returns per-token log-probs and entropies. ``MegatronPolicy`` passes whole packs; each
+rank slices its context-parallel part.
 
-The layers see all tokens of a part, the output layer only the trained ones (``stats`` can include others).
-The host selects them from the pack's mask, without a device synchronization.
+The layers see all tokens of a part, the output layer only the trained ones (in ``stats`` all by default). The
+host selects them from the pack's mask, without a device synchronization.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenS
 
 @dataclass(frozen=True)
 class _Part:
-    """This context-parallel rank's share of a pack, on its device: all its tokens (for the layers), the
-    trained tokens and their rows (for the output layer), and which are not padding."""
+    """This context-parallel rank's share of a pack, on its device."""
 
     tokens: MicroBatch
     """All tokens, for the layers."""
@@ -49,9 +49,11 @@ Evaluate = Callable[[Tensor, _Part], Tensor]
 
 
 class Passes:
-    """Forward and backward passes of one model: its DDP-wrapped chunks and the output layer. All calls block
-    and are collective over all ranks, except that ``stats``, without experts sharded over replicas, is
-    collective only within a replica; with them all ranks need equally many packs."""
+    """Forward and backward passes of one model, its DDP-wrapped chunks and the output layer, over packs.
+    ``forward`` and ``old_sums`` return a ``TokenFn``'s vector summed over the packs of all ranks;
+    ``backward`` the loss's, and accumulates gradients; ``stats`` returns per-token log-probs and entropies.
+    All calls block and are collective over all ranks, ``stats`` only within a replica, unless experts are
+    sharded over replicas: then all ranks need equally many packs."""
 
     def __init__(self, wrapped: list[Any], last: PolicyModel, head: OutputHead, device: torch.device) -> None:
         self._model, self._last, self._head, self._device = wrapped, last, head, device

@@ -1,10 +1,10 @@
-"""Safe reader of torch_dist checkpoints for torch's and megatron's loaders: executes no pickle.
+"""Safe reader of torch_dist checkpoints for torch's and megatron's loaders: executes no pickle from a file.
 
-``open_stored(folder)`` reads all but tensors and returns a ``StoredCheckpoint``; within ``read_by(stored)``
-megatron's ``dist_checkpointing.load`` reads from it. Torch's and megatron's own readers unpickle
-``.metadata``, the common state and every stored object, and a pickle can call any function. This reader
-(``checkpoints_tools/archives/``) decodes only plain values and tensor locations, imports nothing, and reads
-no file outside the folder. Damaged content or a reference to code raises CheckpointError.
+``open_stored(folder)`` reads all but sharded tensors and objects and returns a ``StoredCheckpoint``; within
+``read_by(stored)`` megatron's ``dist_checkpointing.load`` reads from it. Torch's and megatron's own readers
+unpickle ``.metadata``, the common state and every stored object, and a pickle can call any function. This
+reader (``checkpoints_tools/archives/``) decodes only plain values and tensor locations, imports nothing, and
+reads no file outside the folder. Damaged content or a reference to code raises CheckpointError.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _MOST_TENSOR_BYTES = 1 << 30
 @dataclass(frozen=True)
 class StoredCheckpoint:
     """An opened checkpoint: its folder, its metadata (keys, shapes, chunk locations) and its common state as
-    plain values. Tensors are unread."""
+    plain values. Sharded tensors and stored objects are not read yet."""
 
     folder: Path
     metadata: Metadata
@@ -89,8 +89,8 @@ def read_by(stored: StoredCheckpoint) -> Iterator[dict[str, Any]]:
 
 class StoredReader(StorageReader):
     """``StorageReader`` of torch.distributed.checkpoint for an opened checkpoint. Torch calls its methods to
-    read metadata, tensors and objects into a model. Raises CheckpointError for content that is damaged or not
-    plain."""
+    read metadata, tensors and objects into a model. Raises CheckpointError for damaged content, or objects
+    that are not plain values."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored

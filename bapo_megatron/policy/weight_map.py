@@ -1,9 +1,9 @@
-"""Weight map: sharded load and all-gather between Hugging Face tensors and megatron's parameters.
+"""Weight map between Hugging Face tensors and megatron's parameters: loads shards, gathers the model.
 
-``WeightMap.load`` fills this rank's parameters from an HF folder; ``WeightMap.gather`` yields the whole model
-as HF tensors. The *global* parameter is the one at TP 1. All conversions follow ``hf/parameter_map.py`` and
-only move values, so a round trip is bit-exact. ``shard_parts`` lists the HF rows and columns of a shard, so
-that a rank reads nothing else.
+``WeightMap.load`` fills this rank's parameters from an HF folder and reads only the rows and columns of its
+shards (``shard_parts``). ``WeightMap.gather`` yields all tensors of the model under their HF names. All
+conversions follow ``hf/parameter_map.py`` and only move values: a round trip is bit-exact, unless the load
+casts (a folder of another dtype, or in fp8). The *global* parameter is the unsharded one, as at TP 1.
 """
 
 from __future__ import annotations
@@ -40,12 +40,10 @@ def stage_of(key: Key, chunk_layers: Sequence[int], stages: int) -> int:
 
 
 class WeightMap:
-    """Map between the Hugging Face tensors of the whole model and this rank's megatron parameters.
-
-    ``load`` fills the parameters from a folder and is local. ``gather`` yields whole tensors and is
-    collective within a replica; with EP or ETP, ranks of other replicas join with ``give_experts``. The
-    constructor raises KeyError for a parameter without a Hugging Face counterpart.
-    """
+    """Map between the Hugging Face tensors of a model and this rank's megatron parameters. ``load`` fills the
+    parameters from a folder and is local. ``gather`` yields unsharded tensors and is collective within a
+    replica; with EP or ETP, ranks of other replicas join with ``give_experts``. The constructor raises
+    KeyError for a parameter without a Hugging Face counterpart."""
 
     def __init__(self, shape: ModelShape, chunks: Sequence[Any], chunk_layers: Sequence[int]) -> None:
         """``chunks``: this rank's; ``chunk_layers``: layers of all chunks of the model."""
@@ -73,7 +71,7 @@ class WeightMap:
             yield from ((name, layer) for layer in mapping.places)
 
     def load(self, reader: TensorReader, chunks: Sequence[Any], tied: bool) -> None:
-        """Load this rank's shards from an HF folder; read nothing else."""
+        """Load this rank's shards from an HF folder, cast to the parameters' dtype; read nothing else."""
         for (name, layer), parameter in self.local.items():
             _fill(parameter, reader, self.table[name], layer)
         for chunk in chunks:
@@ -96,8 +94,8 @@ class WeightMap:
     def give_experts(self) -> None:
         """Contribute this rank's expert shards to the ``gather`` of the first replica.
 
-        Does nothing unless this rank's EP x ETP group includes a rank of that replica, for example where EP
-        and ETP are 1. In an EP group without such a rank, joins only the ETP gather.
+        Does nothing if this rank's EP x ETP group has no rank of that replica, for example at EP = ETP = 1.
+        In an EP group without such a rank, joins only the ETP gather.
         """
         if not _of_first_replica(parallel_state.get_expert_tensor_and_model_parallel_group()):
             return
@@ -199,7 +197,7 @@ def shard(mapping: Mapping, value: Tensor, rank: int, size: int) -> Tensor:
 
 
 class Part(NamedTuple):
-    """Part of an HF tensor in a rank's shard: the tensor's index, slices of its rows and columns."""
+    """Part of an HF tensor in a rank's shard: the tensor's index, and slices of its rows and columns."""
 
     source: int
     """Index of the HF tensor among the parameter's."""

@@ -41,7 +41,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name lazily: help answers at once, and a command loads only what it uses."""
+    """Import a public name lazily: help appears immediately, and a command loads only what it uses."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

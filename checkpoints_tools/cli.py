@@ -1,7 +1,7 @@
-"""Entry point of the ``bapo-ckpt`` command line, ``main``: dispatch and exit codes.
+"""Entry point of the ``bapo-ckpt`` command line, ``main``: parses a command, runs it, exits with its code.
 
-ConfigError, including CheckpointError, becomes one message and exit code 2. SIGTERM ends with 143, after
-removing half-written output.
+ConfigError (its subclass CheckpointError too) and OSError become one message and exit code 2. SIGTERM exits
+with 143, after half-written output is removed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Commands of ``bapo-ckpt``, ``COMMANDS`` by name: their flags, and their calls of the Python API.
 
-Each is a dataclass of parsed arguments, whose ``run`` prints the result and returns the exit code. It imports
-only what it uses: start-up is a large part of a small conversion.
+Each is a dataclass of parsed arguments, whose ``run`` prints the result and returns the exit code. ``cli.py``
+parses and runs them. Inspection and verification are imported on use, to speed up the start of conversions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from checkpoints_tools.megatron_to_hf import to_hf
 
 
 class Command(Protocol):
-    """Parsed arguments of a command; ``run`` runs it and returns the exit code."""
+    """Interface of a command's parsed arguments: ``run`` runs it and returns the exit code."""
 
     def run(self) -> int:
         """Run the command. Returns the exit code."""

@@ -1,7 +1,7 @@
-"""Conversion driver of all formats, ``convert``: checks space and copies a plan into an atomic output folder.
+"""Conversion driver of all formats, ``convert``: checks the free space, writes a planned folder atomically.
 
-The caller makes the plan of the output's files, including files to carry along, and receives a
-``Conversion``.
+The caller makes the plan, including files to copy beside the weights, and receives a ``Conversion``. A dry
+run returns it without writing.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class Conversion:
 def convert(
     source: Path, tensors: Mapping[str, BlockTensor], plan: OutputPlan, output: Path, settings: Settings
 ) -> Conversion:
-    """Execute an output plan, whose paths are in ``temporary_folder(output)``; return the result. Raises
-    ConfigError, leaving nothing behind, if the disk lacks space before or during the copy."""
+    """Write the folder of an output plan, whose paths are in ``temporary_folder(output)``; return the result.
+    A dry run writes nothing. Raises ConfigError, leaving nothing behind, if the disk lacks space before or
+    during the copy."""
     free = check_space(output, plan.nbytes)
     weights = [tensor for name, tensor in plan.tensors.items() if not name.startswith(OPTIMIZER)]
     result = Conversion(
@@ -101,7 +102,7 @@ def convert(
 
 def carried_beside(folder: Path, checkpoint: Path) -> dict[Path, Path]:
     """Return ``carried_files`` and a sharded model's index, by their paths in a Megatron checkpoint. The
-    index keeps the division into safetensors files for converting back."""
+    index lets a conversion back write the same safetensors files."""
     carried = carried_files(folder)
     if (folder / INDEX).is_file():
         carried[INDEX] = folder / INDEX

@@ -1,8 +1,8 @@
 """Conversions to torch_dist, megatron-core's format: from a Hugging Face folder, or a checkpoint (reshard).
 
 ``to_megatron`` and ``reshard`` return a ``Conversion``; the output appears whole or not at all. A resharded
-checkpoint has another grid of chunks or vocabulary padding, and stacked keys, one per parameter for all
-layers. The trainer loads torch_dist at any parallel layout without a reshard.
+checkpoint has another grid of chunks or vocabulary padding, and one key per parameter for all layers if these
+are of one kind. The trainer loads torch_dist at any parallel layout without a reshard.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _LAYERS_APART = "non_homogeneous_layers"
 def to_megatron(hf_folder: Path, output: Path, grid: int = 8, settings: Settings = DEFAULTS) -> Conversion:
     """Write ``output/release/`` in torch_dist and its tracker file; return the result.
 
-    ``grid``: number of pieces of a matrix, the largest TP that will load it while reading only its part.
-    Config and tokenizer are copied to ``release/hf``. Raises ConfigError and CheckpointError before writing
-    anything, except if the disk fills up.
+    ``grid``: number of pieces of a matrix, the largest TP at which a rank reads only its part. Config,
+    tokenizer and untrained tensors are copied to ``release/hf``. Raises ConfigError and CheckpointError
+    before writing anything, except if the disk fills up.
     """
     output = check_output(output, settings.overwrite, [hf_folder])
     shape = read_model_shape(hf_folder)
@@ -113,7 +113,8 @@ def _check_source(source: OpenedCheckpoint, weights_only: bool) -> None:
 
 
 def _contents(source: OpenedCheckpoint, weights_only: bool) -> Contents:
-    """Return contents besides the weights: everything in a torch_dist source, or a new checkpoint's needs."""
+    """Return contents besides the weights: a torch_dist source's, or, for weights only, a new common
+    state."""
     content = source.content
     if weights_only or not isinstance(content, TorchDist):
         return Contents(_new_common(source.shape, source.location.iteration or 0))
@@ -140,8 +141,8 @@ def _optimizer_tensors(source: OpenedCheckpoint) -> dict[str, BlockTensor]:
 
 
 def common_for_stacked(source: TorchDist) -> bytes:
-    """Return the common state of the resharded checkpoint; the source's bytes if its keys are already
-    stacked. Raises CheckpointError for an object that the pickle writer does not support."""
+    """Return the common state of the resharded checkpoint: the source's bytes if the layout of the layers'
+    keys stays. Raises CheckpointError for an object that the pickle writer does not support."""
     common = source.common
     if _has_our_keys(source):
         with common.place.file.open("rb") as file:
@@ -204,11 +205,8 @@ def _carry_untrained(
 
 
 def _model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
-    """Return a Hugging Face folder's tensors. Raises CheckpointError for missing, unknown or misshapen ones.
-
-    Tied models are often stored with a copy of the embedding as output layer: an equal copy is dropped, an
-    unequal one is an error.
-    """
+    """Return a Hugging Face folder's tensors. Raises CheckpointError for missing, unknown or misshapen ones,
+    and for a tied model's output layer that differs from the embedding; an equal copy is dropped."""
     tensors = read_safetensors_folder(folder)
     if problems := tensor_problems({name: tensor.shape for name, tensor in tensors.items()}, shape):
         raise CheckpointError(problems_of(folder, problems))

@@ -1,7 +1,7 @@
-"""Checkpoint inspection: format, origin, model, optimizer, sizes, and keys.
+"""Checkpoint inspection: format, the parallel layout that wrote it, model, optimizer, sizes, and keys.
 
-``inspect_checkpoint`` returns an ``Inspection``, ``as_text`` its text. Reads only metadata, no weights, so it
-is fast and cannot find damaged weights; `verify` can.
+``inspect_checkpoint`` returns an ``Inspection``; ``as_text`` formats it for `bapo-ckpt inspect`. Reads only
+metadata, no weights, so it is fast and cannot find damaged weights; `bapo-ckpt verify` can.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class KeyGroup:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Result of ``inspect_checkpoint``: format, key layout, iteration, writing layout, model, optimizer,
-    bytes, groups of keys."""
+    """Result of ``inspect_checkpoint``: format, key layout, iteration, parallel layout of the run that wrote
+    the checkpoint, model, optimizer, bytes, groups of keys."""
 
     folder: str
     format: str
     layout: str | None
-    """Layer layout: stacked, per_layer, singleton; for mp_rank folders, the owner of the shards; None for a
-    Hugging Face folder."""
+    """Layer layout: stacked, per_layer, singleton; for mp_rank folders, which rank's shards ``keys`` lists;
+    None for a Hugging Face folder."""
     common_state: str | None
     """Location of a torch_dist folder's common state: the file ``common.pt`` or an object's key (from
     megatron-core 0.19 on)."""
@@ -101,7 +101,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class _Content:
-    """What an inspection reads of any checkpoint: weights, optimizer tensors, objects, common state."""
+    """What an inspection reads from a checkpoint: weights, optimizer tensors, objects, common state."""
 
     layout: str | None
     common: Mapping[str, Any]
@@ -201,7 +201,7 @@ _READERS = {Format.TORCH_DIST: _read_torch_dist, Format.MP_RANK: _read_mp_rank, 
 
 
 def _model(location: Location, reference: Path | None) -> tuple[dict[str, Any] | None, int | None]:
-    """Return the model's shape and number of parameters; None twice if the checkpoint does not say."""
+    """Return the model's shape and number of parameters; (None, None) without a config.json."""
     try:
         folder = hf_reference(location, reference)
     except CheckpointError:

@@ -1,6 +1,7 @@
 """Megatron-to-HF conversion: from a checkpoint to a Hugging Face folder for transformers and engines.
 
-``to_hf`` writes the folder and returns a ``Conversion``; ``plan_hf_folder`` plans one without a checkpoint.
+``to_hf`` writes the folder and returns a ``Conversion``. ``plan_hf_folder`` returns the plan of such a
+folder, also for the trainer's export, which fills it with tensors from memory (``checkpoint/export.py``).
 """
 
 from __future__ import annotations

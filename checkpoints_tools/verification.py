@@ -1,8 +1,8 @@
 """Verification: compares two checkpoints of any formats bit for bit, or a run's files with their manifest.
 
-``verify`` returns a ``Verification``; the optimizer's state is compared only if both have it.
-``verify_files`` returns a ``FileCheck``: it finds changed bits without a second copy, for example after a
-transfer.
+``verify`` returns a ``Verification``; the optimizer's state is compared only if both have it in whole
+tensors. ``verify_files`` returns a ``FileCheck``: it finds changed bits without a second copy, for example
+after a transfer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Verification:
     second: Path
     tensors: int = 0
     nbytes: int = 0
-    """Bytes compared: weights, and optimizer state if both have it."""
+    """Bytes of the compared tensors: weights, and optimizer state if both have it."""
     differences: list[Difference] = field(default_factory=list)
     digests: dict[str, tuple[str, str]] = field(default_factory=dict)
     """SHA-256 of each tensor's elements, in the first and the second; only on request."""
@@ -119,7 +119,7 @@ def verify(
 def _open(
     first: Path, second: Path, given: Path | None, step: str
 ) -> tuple[OpenedCheckpoint, OpenedCheckpoint]:
-    """Open both checkpoints; one without a config.json is read with the other's."""
+    """Open both checkpoints; one without a config.json is read with ``given``, or the other's."""
     locations = [locate(path, step) for path in (first, second)]
     references: list[Path | None] = []
     for location in locations:
@@ -173,11 +173,9 @@ class FileCheck:
 
 
 def verify_files(path: Path, step: str = LATEST, settings: Settings = DEFAULTS) -> FileCheck:
-    """Check, by reading, every file of the run's checkpoint at ``path`` and ``step``.
-
-    Raises CheckpointError if it is not a run's, which has no manifest, or if a file is missing or of another
-    size: an incomplete newest checkpoint is not skipped.
-    """
+    """Read every file of the run's checkpoint at ``path`` and ``step``, and compare it with the manifest.
+    Raises CheckpointError for another kind of checkpoint, which has no manifest, or if a file is missing or
+    of another size: an incomplete newest checkpoint is not skipped."""
     folder = locate(newest_named(path) if step == LATEST else path, step).folder
     if folder.name != POLICY or not (folder.parent / MANIFEST).is_file():
         raise CheckpointError(

@@ -1,8 +1,8 @@
 """Safe unpickler with an allow-list: reads torch's checkpoint pickles without importing or running code.
 
-``load_pickle(data)`` returns the object. A pickle may call any function of any module. Here a name in it
-stands for a constant (``torch.bfloat16`` is "BF16"), a builtin container, or a ``PickledObject`` with the
-class's arguments. Any other name raises CheckpointError.
+``load_pickle(data)`` returns the object. A pickle may name any function of any module, to be called. Here a
+name becomes a constant (``torch.bfloat16`` is "BF16"), a builtin container, or a ``PickledObject`` with the
+call's arguments. Any other name raises CheckpointError.
 """
 
 from __future__ import annotations
@@ -105,10 +105,8 @@ class PickledObject:
 
 def load_pickle(data: bytes, source: str, persistent: Callable[[Any], Any] | None = None) -> Any:
     """Return the object in ``data``: builtin values, safetensors' names of data types, and ``PickledObject``.
-
     ``persistent`` turns a persistent identifier (torch's storages) into an object. Raises CheckpointError,
-    naming ``source``, for a damaged pickle or a class that no checkpoint needs.
-    """
+    naming ``source``, for a damaged pickle or a class that no checkpoint needs."""
     if len(data) > MOST_PICKLE_BYTES:
         raise CheckpointError(f"{source}: a pickle of {len(data):,} bytes is too long to be a description")
     try:

@@ -1,6 +1,6 @@
 """Writer of ``torch.save``'s zip archives without torch: of one tensor, or of an object without tensors.
 
-``tensor_archive`` returns the bytes before and after a tensor's, which the caller copies in between;
+``tensor_archive`` returns the bytes before and after a tensor's elements, which the caller copies in between;
 ``object_archive`` returns a whole archive. For torch_dist files, which hold many archives end to end.
 
 torch does not check the entries' checksums. The tensor's stays zero: computing it would pass every byte
@@ -33,7 +33,7 @@ _PAYLOAD = "archive/data/0"
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Reference in a pickle to the class, function or constant ``name`` of ``module``."""
+    """Reference to the class, function or constant ``name`` of ``module``, for ``dumps`` to write."""
 
     module: str
     name: str
@@ -41,7 +41,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call in a pickle of ``function`` with ``arguments``, made when the pickle is read."""
+    """Call of ``function`` with ``arguments``, for ``dumps`` to write; made when the pickle is read."""
 
     function: Name
     arguments: tuple[Any, ...]
@@ -49,7 +49,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """Object in a pickle: class and state. Made without ``__init__``; may be a dictionary key."""
+    """Object of a class with a state, for ``dumps`` to write; read without ``__init__``. Can be a dict
+    key."""
 
     kind: Name
     state: Mapping[str, Any] | tuple[Any, ...] | None
@@ -58,7 +59,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """Persistent identifier in a pickle, such as torch's storages, resolved when the pickle is read."""
+    """Persistent identifier, as of torch's storages, for ``dumps`` to write; resolved when it is read."""
 
     key: tuple[Any, ...]
 
@@ -131,7 +132,7 @@ def _write_int(out: bytearray, value: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorArchive:
-    """Planned archive of one tensor: the bytes before and after the tensor's, and its length in bytes."""
+    """Planned archive of one tensor: the bytes before and after its elements, and their length."""
 
     before: bytes
     payload: int

@@ -1,8 +1,8 @@
-"""Reader of ``torch.save`` archives: positions of the tensors' bytes in the file, without torch.
+"""Reader of ``torch.save`` archives without torch: finds tensors in a file, without reading their elements.
 
 ``read_archive`` returns the object with a ``StoredTensor`` for each tensor. An archive is a zip file:
 ``data.pkl`` describes the objects, ``data/0``, ``data/1``, ... hold the tensors' storages, uncompressed. It
-may be a whole file, or one of many in a torch_dist file. Raises CheckpointError for a damaged one.
+may be a whole file, or one of many in a torch_dist file. A damaged one raises CheckpointError.
 """
 
 from __future__ import annotations
@@ -66,12 +66,9 @@ class _Storage:
 
 def read_archive(stream: BinaryIO, file: Path, name: str, start: int = 0, length: int | None = None) -> Any:
     """Return the object in the archive at bytes ``start`` to ``start + length`` of ``stream``, opened from
-    ``file``.
-
-    Tensors become StoredTensors, their elements unread. ``name`` describes the archive in errors. Raises
-    CheckpointError for an archive that is truncated, damaged, compressed, of another byte order, or that
-    names a class that no checkpoint needs.
-    """
+    ``file``, with StoredTensors for tensors. ``name`` describes the archive in errors. Raises CheckpointError
+    for an archive that is truncated, damaged, compressed, of another byte order, or that names a class that
+    no checkpoint needs."""
     source = f"{file}: {name}"
     length = os.fstat(stream.fileno()).st_size - start if length is None else length
     damaged = (zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, ValueError)
@@ -190,7 +187,7 @@ class _MemberReader:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether ``value`` can be a size, strides or a place in a tensor."""
+    """Whether ``value`` is a tuple of non-negative integers: a shape, strides or offsets of a tensor."""
     return (
         isinstance(value, tuple)
         and len(value) <= _MOST_DIMENSIONS

@@ -46,8 +46,8 @@ _FULL = {
 @dataclass
 class OutputPlan:
     """Planned files of an output folder, by their paths in its temporary folder: sizes, tensors as blocks of
-    them, bytes around these, files to copy. A format's writer fills the plan. Then call ``create``, copy the
-    tensors or ``write`` each, and call ``complete``. These raise OSError if the disk fails."""
+    the files, bytes around these, files to copy. A format's writer fills the plan. Then call ``create``, copy
+    the tensors or ``write`` each, and call ``complete``. These raise OSError if the disk fails."""
 
     tensors: dict[str, BlockTensor] = field(default_factory=dict)
     """Tensors by Hugging Face name; their blocks are in files whose names end in ``PARTIAL``."""
@@ -129,7 +129,8 @@ def lock_file(output: Path) -> Path:
 
 
 def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
-    """Return ``output`` as an absolute path. Raises ConfigError if it may not be written there."""
+    """Return ``output`` as an absolute path. First moves an old output back that a killed run had moved
+    aside. Raises ConfigError if it may not be written there."""
     output = output.absolute()
     output = output.parent.resolve() / output.name
     _restore(output)  # first: the checks must see an output that a killed run moved away
@@ -164,11 +165,9 @@ def check_space(output: Path, nbytes: int) -> int:
 
 @contextmanager
 def atomic_output(output: Path) -> Iterator[Path]:
-    """Context manager of the temporary folder; renamed to ``output`` at the end, removed after an error.
-
+    """Context manager of the temporary folder; renamed to ``output`` at the end, deleted after an error.
     ``output``, from ``check_output``, may hold a checkpoint to be replaced. Raises ConfigError if the disk is
-    full, or another process is writing the same output.
-    """
+    full, or another process is writing the same output."""
     folder = temporary_folder(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with _only_writer(output):

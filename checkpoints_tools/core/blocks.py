@@ -1,4 +1,4 @@
-"""Work on blocks without their elements: cut at the rows of tensors, coverage of a tensor."""
+"""Functions on blocks without reading elements: split a fused parameter's blocks, check a tensor's cover."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from bapo_megatron.layers import RowSegment
 def cut_into_sources(
     segments: Sequence[RowSegment], sources: int, blocks: Iterable[Block]
 ) -> tuple[list[Block], ...]:
-    """Split a fused parameter's blocks (QKV, gate and up) into the blocks of each HF tensor.
-
-    ``segments`` stack the rows of the ``sources`` HF tensors in the parameter, from its first row on. Rows
-    after the last segment (vocabulary padding) are dropped.
-    """
+    """Split a fused parameter's blocks (QKV, gate and up) into the blocks of each HF tensor. ``segments``
+    stack the rows of the ``sources`` HF tensors in the parameter, from its first row on. Rows after the last
+    segment (vocabulary padding) are dropped."""
     starts = [0, *accumulate(segment.rows for segment in segments)]
     cut: tuple[list[Block], ...] = tuple([] for _ in range(sources))
     for block in blocks:
@@ -37,7 +35,7 @@ def cut_into_sources(
 
 
 def check_cover(tensor: BlockTensor) -> None:
-    """Raise CheckpointError unless the blocks cover the tensor without overlap."""
+    """Raise CheckpointError unless the blocks cover the tensor exactly, without overlap."""
     rows, columns = tensor.shape[0], prod(tensor.shape[1:])
     blocks = sorted(tensor.blocks, key=lambda block: (block.row, block.column))
     row = 0

@@ -1,6 +1,6 @@
 """Bitwise comparison of two checkpoints' tensors, in any two formats, in bands of rows.
 
-``compare_tensors`` yields a report per tensor. It reads in threads, each with two band buffers.
+``compare_tensors`` yields a report per tensor. It reads in threads, which have two band buffers each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Difference:
 
     tensor: str
     kind: str
-    """``missing``, ``type``, ``shape`` or ``value``."""
     message: str
 
 
@@ -51,11 +50,9 @@ def compare_tensors(
     digests: bool = False,
     done: Callable[[int], None] = lambda nbytes: None,
 ) -> Iterator[TensorReport]:
-    """Yield a report for every tensor of either checkpoint, in the order of ``here``.
-
-    A NaN equals itself if its bits do. Without ``digests`` a tensor is read up to its first difference.
-    ``done`` receives, from any thread, compared bytes. Raises CheckpointError if a file ends early.
-    """
+    """Yield a report for every tensor of either checkpoint, in the order of ``here``. A NaN equals itself if
+    its bits do. Without ``digests`` a tensor is read up to its first difference. ``done`` receives, from any
+    thread, the number of bytes compared. Raises CheckpointError if a file ends early."""
     names = [*here, *(name for name in there if name not in here)]
     with OpenFiles() as files, ThreadPoolExecutor(threads) as pool:
 

@@ -1,9 +1,9 @@
 """Tensor copy from one checkpoint's blocks into another's (``copy_tensors``), in bounded memory.
 
 Tensors are copied in bands: as many whole rows as fit into a buffer without crossing a block edge. Source
-blocks are read into the buffer and written from it to destination blocks. So a byte moves once, however the
-two are cut, and memory is one buffer, of at least a row, per thread, and a few times that during a cast. fp8
-weights are read as bfloat16; they are written by blocks, with their scales (``fp8.py``).
+blocks are read into the buffer and written from it to destination blocks. So each byte is read and written
+once, however the two are cut. Each thread has one buffer, of at least a row, and a few times that during a
+cast. fp8 weights are read as bfloat16; they are written by 128 x 128 blocks, with their scales (``fp8.py``).
 """
 
 from __future__ import annotations
@@ -50,11 +50,9 @@ def copy_tensors(
     threads: int,
     moved: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Copy the source's blocks into the destination's, casting to BF16 or fp8 where types differ.
-
+    """Copy the source's tensors into the destination's blocks, casting to BF16 or fp8 where types differ.
     ``moved`` receives, from any thread, bytes copied. The destination's files must exist at full size. Raises
-    CheckpointError if a source file ends early or a weight for fp8 is not finite, and OSError.
-    """
+    OSError, and CheckpointError if a source file ends early or a weight for fp8 is not finite."""
     # One thread per destination file: two writers of one file would block each other in the file system. The
     # largest file first, so the last thread does not start late.
     by_file: dict[Path, list[str]] = {}
@@ -127,8 +125,8 @@ class OpenFiles:
 
 @dataclass(frozen=True, slots=True)
 class RowBand:
-    """Band of whole rows of a tensor that fits into a buffer and crosses no block edge: rows, blocks to read
-    and to write, types, scales."""
+    """Band of rows of a tensor, the unit of copying and comparing: rows, blocks to read and to write, types,
+    scales. A band of ``row_bands`` crosses no block edge."""
 
     name: str
     row: int

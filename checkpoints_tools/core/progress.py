@@ -1,8 +1,8 @@
-"""Copy progress on stderr: share done, bytes, mean rate.
+"""Progress of a copy or comparison on stderr: share done, bytes, mean rate.
 
-``byte_progress`` is a context manager around the copy, which yields the function to call with bytes done. A
-new line appears every ten seconds; a final line has bytes, time and mean rate. A failing stderr costs the
-lines, not the work.
+``byte_progress`` is a context manager around the work, which yields the function to call with bytes done. A
+new line appears every ten seconds; a final line has bytes, time and mean rate. If stderr fails, lines are
+lost and the work continues.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reader of torch_dist files: ``.metadata``, the common state, and the byte ranges of each tensor's chunks.
 
 ``read_metadata`` returns a ``Metadata``: objects and global tensors by key, each tensor with its chunks
-(rectangles), and per chunk a range of a ``.distcp`` file, which is one torch.save archive. ``read_common``
-returns the common state, from ``common.pt``, or from megatron-core 0.19 on one of the objects; ``ChunkFiles``
-locates a chunk's elements. Executes no pickle; raises CheckpointError for damaged files.
+(rectangular parts), each chunk with the byte range of its torch.save archive in a ``.distcp`` file.
+``read_common`` returns the common state, from ``common.pt``, or from megatron-core 0.19 on one of the
+objects. ``ChunkFiles`` locates a chunk's elements. Executes no pickle. Damaged files raise CheckpointError.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Place:
     file: Path
     start: int
     length: int
-    """Length in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """Tensor of a torch_dist checkpoint: key, type, shape of the whole, and its chunks in files."""
+    """Tensor of a torch_dist checkpoint: key, dtype by safetensors' name, global shape, stored chunks."""
 
     key: str
     dtype: str
@@ -70,11 +69,11 @@ class Metadata:
 
     tensors: dict[str, GlobalTensor]
     objects: dict[str, Place]
-    """Places of non-tensor archives by key."""
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return the content of ``folder/.metadata``, whose files exist and are long enough."""
+    """Return the content of ``folder/.metadata``. Raises CheckpointError if it is damaged, or if a file in it
+    is missing or too short."""
     path = file_inside(folder, METADATA)
     try:
         data = read_file_inside(folder, METADATA, MOST_PICKLE_BYTES)
@@ -102,8 +101,8 @@ def _read_tables(metadata: PickledObject, ranges: _Ranges) -> Metadata:
 
 
 def check_backends(folder: Path) -> None:
-    """Check that ``metadata.json`` names torch_dist's backends, by which megatron chooses its readers. Raises
-    CheckpointError if it is missing, damaged, or names others."""
+    """Check that ``metadata.json`` names the backends of torch_dist; megatron chooses its readers by it.
+    Raises CheckpointError if it is missing, damaged, or names others."""
     path = file_inside(folder, "metadata.json")
     try:
         stored = json.loads(read_file_inside(folder, path.name, _LONGEST_JSON))
@@ -124,7 +123,6 @@ class Common:
     layout: str
     """COMMON_FILE or COMMON_OBJECT."""
     content: dict[str, Any]
-    """Iteration, arguments, optimizer settings."""
 
 
 def read_common(folder: Path, metadata: Metadata) -> Common:
@@ -146,8 +144,8 @@ def read_common(folder: Path, metadata: Metadata) -> Common:
 
 
 class ChunkFiles:
-    """Locator of chunks' elements: ``locate`` returns their place in a file, unread; ``read`` a small
-    archive's bytes. A context manager that opens each file once."""
+    """Reader of archives: ``locate`` returns where a chunk's elements are in a file, without reading them;
+    ``read`` returns a small archive's bytes. A context manager that opens each file once."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -160,7 +158,7 @@ class ChunkFiles:
         self._stack.close()
 
     def locate(self, tensor: GlobalTensor, chunk: TensorChunk) -> StoredTensor:
-        """Return the place of a chunk's elements, row after row."""
+        """Return the place of a chunk's elements, row after row, checked against its metadata."""
         place = chunk.place
         name = f"{tensor.key} at {list(chunk.offsets)}"
         stored = read_tensor(self._stream(place.file), place.file, name, place.start, place.length)

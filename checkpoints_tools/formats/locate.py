@@ -1,4 +1,4 @@
-"""Checkpoints by path: which one a path names, its format, its model's config.json, its tensors as blocks.
+"""Checkpoint lookup: finds the checkpoint that a path names, its format and its config.json, and opens it.
 
     HF folder            config.json  *.safetensors
     torch_dist           .metadata  __R_N.distcp  common.pt
@@ -6,8 +6,9 @@
     Megatron's layout    latest_checkpointed_iteration.txt  iter_0000100/ or release/ (either of the above)
     a run directory      checkpoints/step_000120/{manifest.json, policy/ (torch_dist)}
 
-``locate`` returns the ``Location``, ``open_checkpoint`` also the tensors. Both raise CheckpointError without
-a checkpoint or for an incomplete one; of a run they take the newest complete one.
+``locate`` returns the ``Location``; ``open_checkpoint`` returns the tensors, too, as blocks of files. Both
+raise CheckpointError without a checkpoint or for an incomplete one; of a run they take the newest complete
+one and report incomplete newer ones on stderr.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Location:
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """Opened checkpoint: location, model shape, and tensors by Hugging Face name, as places in files."""
+    """Opened checkpoint: location, model shape, and tensors by Hugging Face name, as blocks of files."""
 
     location: Location
     reference: Path
@@ -135,11 +136,9 @@ def open_located(location: Location, reference: Path | None = None) -> OpenedChe
 
 
 def hf_reference(location: Location, given: Path | None) -> Path:
-    """Return the folder with config.json (and tokenizer) of the checkpoint's model.
-
-    ``given``, or ``hf/`` in the checkpoint or beside it (verl: ``huggingface/``), or for a run's checkpoint
-    the model that the run started from. Raises CheckpointError if there is none.
-    """
+    """Return the folder with config.json (and tokenizer) of the checkpoint's model: ``given``, or ``hf/`` in
+    the checkpoint or beside it (verl: ``huggingface/``), or for a run's checkpoint the model that the run
+    started from. Raises CheckpointError if there is none, ConfigError if ``given`` has none."""
     if given is not None:
         if not (given / _CONFIG).is_file():
             raise ConfigError(f"--hf-reference {given}: no {_CONFIG} there; give a Hugging Face model folder")
@@ -224,7 +223,7 @@ def _tracked(path: Path) -> str:
 
 def newest_named(path: Path) -> Path:
     """Return the folder of a run's newest checkpoint, complete or not, or ``path`` if it is not a run's. For
-    checks, which must not skip the checkpoint in question."""
+    ``verify_files``, which must not skip an incomplete one."""
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     steps = _steps(folder) if folder.is_dir() else {}
     return steps[max(steps)] if steps else path
@@ -255,7 +254,7 @@ def _newest_of_run(checkpoints: Path, number: int | None) -> Location:
 
 
 def manifest_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return size and SHA-256 of each file of a run's checkpoint, by name, from the manifest."""
+    """Return the manifest's entry (``bytes``, ``sha256``) of each file of a run's checkpoint, by name."""
     files = _json(folder / MANIFEST).get("files")
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
         raise CheckpointError(f"{folder / MANIFEST} lists no files: it is damaged")

@@ -48,8 +48,8 @@ class ModelChunk:
 
 
 class RankFiles:
-    """Rank files of a legacy checkpoint, for any model: ``chunk`` returns a rank's parameters. Tensor
-    metadata is read on construction. Raises CheckpointError for a missing rank or a damaged file."""
+    """Rank files of a legacy checkpoint, for any model: ``chunk`` returns a rank's parameters, unread. The
+    constructor reads tensor metadata. Raises CheckpointError for a missing rank or a damaged file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,7 +96,7 @@ class RankFiles:
 
 class MpRank:
     """Legacy checkpoint of a known model: ``tensors`` has its weights by Hugging Face name as blocks of the
-    rank files. Raises CheckpointError for an unknown or misshapen parameter."""
+    rank files. Raises CheckpointError for experts, mixed layer kinds, unknown or misshapen parameters."""
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         if shape.experts is not None or not shape.is_uniform:

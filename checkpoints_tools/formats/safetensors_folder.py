@@ -1,7 +1,8 @@
-"""Writer of Hugging Face folders: plan of files byte-identical to the safetensors library's.
+"""Planner of Hugging Face folders, with files byte-identical to those of the safetensors library.
 
-``plan_safetensors`` returns the plan, for ``convert`` to write. ``untrained_tensors`` are those that a
-checkpoint of Megatron does not hold, ``without_tied_copy`` drops a copy of the embedding.
+``plan_safetensors`` returns the plan, which ``conversion.convert`` writes. ``untrained_tensors`` returns the
+tensors that Megatron's model lacks, such as vision's; ``without_tied_copy`` drops an output layer that copies
+the embedding.
 """
 
 from __future__ import annotations
@@ -90,9 +91,9 @@ def plan_safetensors(
 ) -> OutputPlan:
     """Return the plan of ``folder`` for ``tensors`` in natural order, fp8 ones with their scales.
 
-    Each expert's tensors in the plan are places in a fused one. ``most_bytes``: limit of a file with several
-    tensors, unless ``given``, a weight map, assigns files. ``index``: that map's index, kept if the tensors
-    still have its total size. Raises ConfigError if the weight map is of other tensors.
+    A fused tensor of experts is in the plan as each expert's tensors. ``most_bytes``: limit of a file with
+    several tensors, unless ``given``, a weight map, assigns files. ``index``: that map's index, kept if the
+    tensors still have its total size. Raises ConfigError if the weight map is of other tensors.
     """
     output = OutputPlan()
     weight_map = _checked_map(tensors, given) if given is not None else _dealt(tensors, most_bytes)

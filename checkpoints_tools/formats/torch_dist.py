@@ -1,7 +1,7 @@
 """Reader of torch_dist, megatron-core's format: weights and optimizer state as Hugging Face tensors.
 
-``TorchDist(folder, shape)`` has them as places in files (``hf/blocks.py``). Layers have one of three
-layouts. *stacked*: one key for all, with the layer as first dimension. *per_layer*: one key each.
+``TorchDist(folder, shape)`` returns them as blocks of files (``hf/blocks.py``), unread. Layers have one of
+three layouts. *stacked*: one key for all, with the layer as first dimension. *per_layer*: one key each.
 *singleton*: as per_layer, with separate keys for gate and up projection (``linear_fc1.weight_w`` and ``_v``).
 Optimizer state has the model's keys with a prefix.
 """
@@ -53,8 +53,7 @@ _MASTERS = ("param", "fp32_param")
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A checkpoint key that holds some rows of a parameter: the key, the parameter's index among stacked
-    layers or experts, and the rows."""
+    """A checkpoint key that holds some rows of a parameter."""
 
     key: str
     place: tuple[int, ...]
@@ -63,9 +62,9 @@ class _Part:
 
 
 class TorchDist:
-    """Reader of one torch_dist checkpoint: ``tensors`` has the weights, ``optimizer_tensors`` an Adam state,
-    by Hugging Face name. All methods raise CheckpointError if a tensor is missing, unknown, damaged or
-    misshapen."""
+    """Reader of one torch_dist checkpoint: ``tensors`` has the weights, ``optimizer_tensors`` returns an Adam
+    state, by Hugging Face name, as blocks of files. All methods raise CheckpointError if a tensor is missing,
+    unknown, damaged or misshapen."""
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         self.folder = folder

@@ -1,9 +1,9 @@
-"""Writer of torch_dist, the format of megatron-core's ``dist_checkpointing``: plan of its files.
+"""Planner of torch_dist checkpoints, the format of megatron-core's ``dist_checkpointing``.
 
-``plan_torch_dist`` returns the plan, which ``conversion.convert`` writes. Parameters are global tensors, with
-all layers stacked under one key. Matrices split by TP are cut into a grid of chunks (an expert's only above 1
-GiB): a TP rank reads the chunks that meet its slice, so a grid of 8 lets every rank of TP2, TP4 or TP8 read
-only its part. ``.metadata`` maps keys to the places of their chunks.
+``plan_torch_dist`` returns the plan of the files, which ``conversion.convert`` writes. Parameters are global
+tensors; layers of one kind are stacked under one key. Matrices split by TP are cut into a grid of chunks (an
+expert's only above 1 GiB): a TP rank reads the chunks that meet its slice, so a grid of 8 lets every rank of
+TP2, TP4 or TP8 read only its part. ``.metadata`` maps keys to the places of their chunks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Piece:
 
 @dataclass
 class _StoredKey:
-    """Key of the planned checkpoint: its tensor's type and shape (none for an object), its archives."""
+    """Key of the planned checkpoint: its tensor's dtype and shape (none for an object), its archives."""
 
     dtype: str | None
     """Type by safetensors' name; None for an object."""
@@ -64,7 +64,7 @@ class _StoredKey:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a torch_dist checkpoint holds besides weights: common state, optimizer keys, objects, padding."""
+    """Contents of a new torch_dist checkpoint besides weights: common state, optimizer, objects, padding."""
 
     common: bytes
     """Archive of the common state."""
@@ -87,8 +87,8 @@ def plan_torch_dist(
 
 
 class _TorchDistPlanner:
-    """Planner of one checkpoint's files: ``plan`` returns the ``OutputPlan``. Puts each parameter into the
-    shortest data file so far."""
+    """Planner of one checkpoint's files: ``plan`` returns the ``OutputPlan``. Puts each parameter of a layer
+    into the data file that is shortest so far."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Entry point of ``bapo eval CHECKPOINT`` and ``bapo eval compare A B``: flags in, text out.
+"""Commands ``bapo eval CHECKPOINT`` and ``bapo eval compare A B``: parse the flags and print the results.
 
-Call ``eval_command(arguments)``. ``compare(a, b)`` reads two folders written by ``bapo eval``, pairs their
-problems, and returns ``Compared`` objects; it raises ConfigError for incomparable ones. Shares are printed as
-points: 0.5 is 50.0. ``--examples`` needs the suite's unchanged file.
+The CLI calls ``eval_command``. ``compare(a, b)`` reads two folders written by ``bapo eval``, pairs their
+problems, and returns a ``Compared`` per suite in both; it raises ConfigError for incomparable ones. Shares
+are printed as points: 0.5 is 50.0. ``--examples`` needs the suite's unchanged file.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compared:
-    """Comparison of one suite: avg@n of evaluations A and B. ``a``, ``b``, the difference, its interval and
-    the detectable one are shares of 1; differences are B - A."""
+    """Comparison of evaluations A and B on one suite, paired by problem. The avg@n of A and of B (``a``,
+    ``b``), ``difference`` (B - A), its ``interval`` and ``detectable`` are shares of 1."""
 
     suite: str
     problems: int
@@ -71,8 +71,8 @@ class Compared:
 
 
 def compare(a: Path, b: Path) -> list[Compared]:
-    """Return paired comparisons of every suite in both evaluations. ``a``, ``b``: outputs of `bapo eval`, or
-    folders of one suite. Raises ConfigError if one is not finished, or if their problems differ."""
+    """Return a paired comparison of each suite that is finished in both evaluations. ``a``, ``b``: outputs of
+    `bapo eval`, or folders of one suite. Raises ConfigError without one, or if problems or rewards differ."""
     return [compare_suite(name, *folders) for name, folders in suites_of_both(a, b).items()]
 
 
@@ -175,8 +175,7 @@ def _questions(suite: str, folder: Path, count: int) -> list[str]:
     return [messages_of(row)[-1]["content"] for row in read_rows(path)[:count]]
 
 
-_LONGEST_EXAMPLE = 500
-"""Maximum number of characters that an example shows of a question or response."""
+_LONGEST_EXAMPLE = 500  # maximum number of characters that an example shows of a question or response
 
 
 def results_text(results: Results) -> str:

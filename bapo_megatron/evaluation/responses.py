@@ -3,8 +3,8 @@
     OUTPUT/SUITE/  settings.json  responses.jsonl (one a line)  summary.json (when complete)
 
 ``open_folder`` locks it and yields the ``Responses`` to append to; ``read_responses`` and ``read_summary``
-read it. A response is on disk before it counts, and is not sampled again after a kill. The last row of a
-problem and sample counts: a rescored response has another row. A torn last line is cut off on reopening.
+read it. A response is on disk before it counts, and is not sampled again after a kill. A rescored response
+has several rows, of which the last counts. A torn last line is cut off on reopening.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Responses(JsonlLog):
 @contextmanager
 def open_folder(folder: Path, settings: Row) -> Iterator[Responses]:
     """Open and lock the responses in ``folder`` for an evaluation with ``settings``, and write the settings.
-    Raises ConfigError if existing responses have other settings, or another process holds the folder."""
+    Raises ConfigError if existing responses have other settings than these (but for ``_MAY_CHANGE``), or if
+    another process has locked the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
         if (folder / SETTINGS).exists():
@@ -85,7 +86,7 @@ def flat_settings(settings: Row) -> Row:
 
 
 def read_responses(path: Path, samples: int) -> list[ScoredResponse]:
-    """Return the first ``samples`` responses of each problem, without texts. Ignores a torn last line."""
+    """Return the stored ones of the first ``samples`` responses of each problem, sorted, without texts."""
     responses = {
         (response.problem, response.sample): response
         for response, _ in all_responses(path)
@@ -95,14 +96,14 @@ def read_responses(path: Path, samples: int) -> list[ScoredResponse]:
 
 
 def all_responses(path: Path) -> Iterator[tuple[ScoredResponse, str]]:
-    """Yield each response with its text."""
+    """Yield each row's response and text, in file order. Ignores a torn last line."""
     for line in whole_lines(path) if path.exists() else ():
         row = json.loads(line)
         yield ScoredResponse(**{name: row[name] for name in ScoredResponse.__dataclass_fields__}), row["text"]
 
 
 def write_summary(folder: Path, settings: Row, metrics: Row) -> None:
-    """Write the suite's summary atomically."""
+    """Write the summary of a complete suite atomically: settings, responses' SHA-256, metrics."""
     content = {**settings, "responses_sha256": sha256_of(folder / RESPONSES), "metrics": metrics}
     write_atomically(folder / SUMMARY, json.dumps(content, indent=2) + "\n")
 

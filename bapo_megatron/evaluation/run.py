@@ -1,8 +1,8 @@
-"""Evaluation run: samples and scores the missing responses of each suite, and writes the summaries.
+"""Evaluation of a checkpoint: samples and scores the missing responses of each suite, writes the summaries.
 
-``evaluate(options)`` starts and ends the engines and reward workers of a training run (``rollout/``,
+``evaluate(options)`` starts and ends the same engines and reward workers as training uses (``rollout/``,
 ``reward/``) and returns each suite's metrics; a repeated call continues an interrupted one. A model that is
-not a Hugging Face folder is first converted to one in the output, for this and later evaluations.
+not a Hugging Face folder is first converted to one in the output folder, where later evaluations find it.
 """
 
 from __future__ import annotations
@@ -51,15 +51,14 @@ from bapo_megatron.types import Metrics, Prompt
 from checkpoints_tools.formats.locate import Format, Location, locate
 from checkpoints_tools.megatron_to_hf import to_hf
 
-Keep = Callable[[Sequence[Row]], None]
-"""Stores responses durably; may block."""
+Keep = Callable[[Sequence[Row]], None]  # stores responses durably; may block
 
 _LOOK_S = 1.0
 
 
 class SuiteSampler:
-    """Sampler of one suite's responses in one event loop, on a started engine pool and reward pool: ``ask``
-    samples and scores a list of (problem, sample), and gives each row to a callback."""
+    """Sampler of one suite's responses, on a started engine pool and reward pool: ``ask`` samples and scores
+    one response per given (problem, sample), and passes its row to a callback that stores it."""
 
     def __init__(
         self,
@@ -83,8 +82,8 @@ class SuiteSampler:
         self._lost_minutes, self._right_from = lost_minutes, right_from
 
     async def ask(self, places: Iterable[tuple[int, int]], keep: Keep) -> None:
-        """Sample and score a response for every (problem, sample), and store each with ``keep``. Raises
-        RunStopped if no engine answers for ``lost_minutes``, or one problem kills engine after engine."""
+        """Sample and score a response for every (problem, sample), and store its row with ``keep``. Raises
+        RunStopped if no engine works for ``lost_minutes``, or one problem kills engine after engine."""
         waiting, storing = iter(places), asyncio.Lock()
 
         async def answer() -> None:
@@ -132,7 +131,7 @@ _FILES = (".safetensors", ".json", ".jinja", ".model")
 
 @dataclass(frozen=True)
 class Model:
-    """Model of an evaluation: its Hugging Face folder, the checkpoint behind it, and its SHA-256."""
+    """Model of an evaluation: Hugging Face folder, original checkpoint, and SHA-256 (``model_digest``)."""
 
     folder: Path
     checkpoint: str
@@ -160,7 +159,7 @@ def find_checkpoint(path: Path, step: str) -> Location:
 
 def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
     """Return the checkpoint's Hugging Face model: the folder itself, or its conversion in ``output/model``.
-    Reuses an existing conversion. Raises ConfigError if that has another origin."""
+    Reuses an existing conversion. Raises ConfigError if that was made from another checkpoint."""
     source = str(location.folder.resolve())
     if location.format is Format.HF:
         return Model(location.folder, source, model_digest(location.folder))
@@ -194,16 +193,16 @@ def model_digest(folder: Path) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-_VERSION = 1
-"""Weight version of the model in the engines; 0 is their initial version."""
+_VERSION = 1  # weight version of the model in the engines; 0 is their initial version
 
 Results = dict[str, tuple[Path, Metrics]]
 """Folder and metrics of each suite, by name."""
 
 
 def evaluate(options: EvalOptions) -> Results:
-    """Sample and score the missing responses, and return folder and metrics of each suite. Raises ConfigError
-    for bad options before sampling, RunStopped if the engines are gone or the disk is full (resumable)."""
+    """Sample and score the missing responses, rescore unjudged ones, write the summaries, and return folder
+    and metrics of each suite. Raises ConfigError for bad options before sampling, RunStopped if the engines
+    are gone or the disk is full (resumable)."""
     options.check()
     if options.reward is not None:
         check_function(RewardConfig(function=options.reward, settings=options.reward_settings))

@@ -1,9 +1,9 @@
-"""Evaluation metrics (avg@n, pass@k, maj@n) of scored responses, with their statistics: pure functions.
+"""Evaluation metrics (avg@n, pass@k, maj@n) of scored responses, with confidence intervals and tests.
 
-``score(responses)`` returns a suite's metrics, ``evaluation_metrics(path)`` those of a held-out evaluation
-during training. Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples`` responses, of which
-``correct`` are right. Problems are the random sample: intervals and tests are over problems, never over
-responses. Random numbers come from a seed.
+``score(responses)`` returns a suite's metrics, ``evaluation_metrics(path)`` those of the response file of a
+held-out evaluation during training. Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples``
+responses, of which ``correct`` are right. Problems are the random sample: intervals and tests are over
+problems, never over responses. Deterministic: the bootstrap is seeded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """A scored response, without its text: right or wrong, answer, tokens, finish reason, failure."""
+    """A scored response, without its text: right, wrong or unjudged; answer, tokens, finish reason."""
 
     problem: int
     """Row of the suite."""
@@ -122,7 +122,7 @@ def _means(columns: dict[str, list[float]], resamples: int, seed: int) -> Metric
 
 def evaluation_metrics(path: Path, boxed: bool = True) -> Metrics:
     """Return the metrics of a held-out evaluation during training: ``eval/SUITE/...`` and ``eval/mean``.
-    ``path``: response file. ``boxed``: as in ``score``, for suites whose rows do not override it.
+    ``path``: response file. ``boxed``: as in ``score``, false also for a suite whose rows say so.
     ``eval/mean`` averages avg@n over the suites with scored responses."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     metrics: Metrics = {}
@@ -180,7 +180,7 @@ def _about_responses(responses: Sequence[ScoredResponse]) -> Metrics:
 
 
 class Vote(NamedTuple):
-    """Result of a majority vote on one problem: its correctness, and whether the top was tied."""
+    """Result of the majority vote on one problem: its correctness, and whether the top answers tied."""
 
     value: float
     """1 if right, 0 if wrong or without votes; with a tie, the share of tied answers that are right."""
@@ -204,8 +204,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> Vote:
-    """maj@n: whether the most frequent answer is right; None does not vote. Answers are compared as text. An
-    answer is right if any response with it was scored as right."""
+    """maj@n: ``Vote`` on whether the most frequent answer is right; None does not vote. Answers are compared
+    as text. An answer is right if any response with it was scored as right."""
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return Vote(0.0, False)

@@ -1,4 +1,8 @@
-"""One suite of an evaluation as a task: ``open_task`` returns its missing responses, and those to rescore."""
+"""One suite of an evaluation as a task: the responses still to sample, and those to rescore.
+
+``open_task`` locks the suite's output folder, raises ConfigError if responses there have other settings, and
+returns a ``SuiteTask``. Responses whose scoring failed are rescored; with an environment, sampled again.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +23,20 @@ from bapo_megatron.runtime.jsonl_log import Row
 
 @dataclass(frozen=True)
 class SuiteTask:
-    """One suite of an evaluation: open folder, settings, and responses to sample and to rescore."""
+    """One suite of an evaluation: its output folder (locked), and the responses to sample or rescore."""
 
     suite: Suite
     folder: Path
     settings: Row
     log: Responses
     places: list[tuple[int, int]]
-    """(problem, sample) of each missing response."""
+    """(problem, sample) of each response to sample."""
     unjudged: list[StoredResponse]
 
 
 def open_task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Row, output: Path) -> SuiteTask:
-    """Open a suite's folder until ``opened`` exits, and find its missing responses. ``model``: checkpoint and
-    digest for the settings. Raises ConfigError if existing responses have other settings."""
+    """Open a suite's folder until ``opened`` exits, find the responses to sample and to rescore, and print
+    their numbers. ``model``: checkpoint and digest. Raises ConfigError as ``open_folder`` does."""
     reward: dict[str, Any] = {}  # absent in older evaluations
     if options.reward is not None:
         asked = settings_of_scores(options.reward, options.reward_settings)
@@ -74,7 +78,7 @@ def open_task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Row,
 
 
 class Progress:
-    """Callback for finished responses of a suite: stores the rows, and prints a line at every 5 % of them."""
+    """Callback for a suite's sampled responses: stores the rows, and prints a line at every 5 % of them."""
 
     def __init__(self, task: SuiteTask) -> None:
         self._task, self._done, self._right, self._judged, self._shown = task, 0, 0, 0, 0

@@ -1,9 +1,8 @@
-"""Rescoring, from their stored text, of responses that an earlier evaluation could not score.
+"""Rescoring of stored responses that could not be scored before: a judge was down, or a test timed out.
 
-``unjudged_responses`` returns them, and ``score_again`` appends rows with the new scores. A judge was down or
-a test timed out. Sampling again instead would favour short responses over those that take long to score.
-Environment responses are sampled again, since the environment scores them during the episode
-(``evaluation/suite_task.py``).
+``unjudged_responses`` returns them, and ``score_again`` scores their stored texts and appends rows.
+Sampling them again would favour responses that are quick to score. Only responses in an environment, which
+scores them during the episode, are sampled again (``suite_task.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ StoredResponse = tuple[ScoredResponse, str]
 
 
 def unjudged_responses(path: Path, samples: int) -> list[StoredResponse]:
-    """Return responses among the first ``samples`` of each problem whose last row has a failure, in order."""
+    """Return, sorted, those of each problem's first ``samples`` responses whose last row has a failure."""
     unjudged: dict[tuple[int, int], StoredResponse] = {}
     for response, text in all_responses(path):
         if response.failure is None:
@@ -43,8 +42,8 @@ def score_again(
     log: Responses,
     report: Report,
 ) -> None:
-    """Rescore a suite's unjudged responses and append rows that replace those of newly scored ones. Prints
-    the number rescored."""
+    """Rescore a suite's unjudged responses in a reward pool of its own. Appends a row, which replaces the old
+    one, for each that can now be scored, and prints their number."""
 
     async def with_pool() -> int:
         pool = RewardPool(config.reward, config.rollout.max_response_tokens)
@@ -65,7 +64,7 @@ async def scored_now(
     right_from: float,
     log: Responses,
 ) -> int:
-    """Score and store the responses. Returns the number that ``scorer`` could score."""
+    """Score the responses and store those that ``scorer`` could score. Returns their number."""
 
     async def judge(response: ScoredResponse, text: str) -> bool:
         prompt = prompts[response.problem]

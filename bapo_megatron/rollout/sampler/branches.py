@@ -1,10 +1,10 @@
 """Turn tree of an episode, and its branches: the token sequences on which the policy trains.
 
-``Tree.of`` makes a tree from the turns' end positions and forks; ``Tree.trained`` returns its branches with
-masks. An episode's tokens are stored end to end in chronological order, turn by turn. Each turn follows the
-previous one unless a *fork* gives another parent: an agent program rewrote its history or holds several
-conversations. A path from the root to a leaf turn is a *branch*. Every sampled token is trained on once, in
-the first branch that contains it; in later branches it is context. Pure functions.
+``Tree.of`` builds a tree from the turns' end positions and forks; ``Tree.trained`` returns its branches with
+masks. An episode is a response with its environment's answers; its tokens are stored in chronological order.
+Each turn follows the previous one unless a *fork* gives it another parent: an agent program rewrote its
+history or holds several conversations. A path from the root to a leaf turn is a *branch*. Every sampled token
+is trained on once, in the first branch that contains it; in later branches it is context. Pure functions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROMPT = -1
 NOTHING = -2
 """Parent of a turn that begins with its own prompt."""
 Fork = tuple[int, int]
-"""The number of a given turn, counted from 0, and its parent's number (or PROMPT or NOTHING)."""
+"""Number of an environment's turn among all turns, from 0, and of its parent (or PROMPT or NOTHING)."""
 
 
 class Branch(NamedTuple):
@@ -44,8 +44,8 @@ class Branch(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """An episode's turn tree: end position of each turn (also of an unfinished one), and the forks. Its
-    methods return paths to a turn, as a ``Branch`` or in turn numbers."""
+    """An episode's turn tree: the end position of each turn, also of an unfinished last one, and the forks.
+    ``to`` and the properties return branches, ``way`` the turn numbers of a path."""
 
     ends: tuple[int, ...]
     forks: tuple[Fork, ...]
@@ -57,7 +57,7 @@ class Tree(NamedTuple):
         return cls((*ends, *unfinished), tuple(forks))
 
     def way(self, turn: int) -> tuple[int, list[int]]:
-        """Return the root (PROMPT or NOTHING) and the turns of the path to ``turn``, inclusive."""
+        """Return the root (PROMPT or NOTHING) and the turn numbers of the path to ``turn``, inclusive."""
         follows, turns = dict(self.forks), []
         while turn >= 0:
             turns.append(turn)
@@ -76,7 +76,7 @@ class Tree(NamedTuple):
         return Branch(root == PROMPT, tuple(spans))
 
     def lengths(self, prompt_tokens: int) -> dict[int, int]:
-        """Return the path length in tokens by turn (PROMPT and NOTHING too), dataset's prompt included."""
+        """Return the tokens on the path to each turn, PROMPT and NOTHING, counting the dataset's prompt."""
         follows, lengths = dict(self.forks), {PROMPT: prompt_tokens, NOTHING: 0}
         for turn, (start, end) in enumerate(pairwise((0, *self.ends))):
             lengths[turn] = lengths[follows.get(turn, turn - 1)] + end - start

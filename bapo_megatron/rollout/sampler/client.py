@@ -1,7 +1,7 @@
-"""Trainer's side of the sampler process (``process.py``): starts it and makes calls over a pipe, on rank 0.
+"""Trainer's side of the sampler process (``process.py``), on rank 0: starts it and makes calls over a pipe.
 
-``SamplerClient`` is the ``Sampler`` of ``interfaces.py``: each method is one blocking call. It restarts the
-process after its death or hang.
+``SamplerClient`` is the ``Sampler`` of ``interfaces.py``: each method but ``submit`` is one blocking call. A
+process that dies or hangs during a call is restarted.
 """
 
 from __future__ import annotations
@@ -30,11 +30,8 @@ from bapo_megatron.runtime.guards import death
 from bapo_megatron.types import StepHeader
 
 _RESTARTS = 5  # maximum consecutive restarts without a batch in between; the next death ends the run
-_SILENT_S = 300.0
-"""Seconds without a heartbeat during a call after which the process is killed. Its event loop sends one every
-few seconds, even during weight loads and long requests."""
-_END_S = 60.0
-"""Maximum wait for a killed process, in seconds; a process blocked in a hung file system cannot be killed."""
+_SILENT_S = 300.0  # seconds without a heartbeat during a call after which the process is killed
+_END_S = 60.0  # maximum wait for a killed process, which a hung file system may keep from ending
 _WAITS = 20  # waits per ``HeartbeatWatchdog`` timeout
 _CLOSE_S = 30.0  # maximum wait for a process to close on request
 _SERVICE = "bapo_megatron.rollout.sampler.process"
@@ -47,22 +44,22 @@ Event = Callable[[dict[str, Any]], None]
 
 
 class SamplerDied(Exception):
-    """The sampler process ended during a call. Callers see it only as the error of a ``submit`` future."""
+    """The sampler process died or hung during a call. Callers get this only from a ``submit`` future."""
 
 
 class SamplerClient:
-    """The trainer's ``Sampler``: blocking calls to the sampler process, which it starts and restarts.
+    """The trainer's ``Sampler`` on rank 0: blocking calls to the sampler process, which it (re)starts.
 
-    After a restart the call is repeated, except wake-up calls of colocated engines, which then return no
-    engine, and ``submit``, whose future fails. Raises RunStopped in a crash loop, StorageFailed if the
-    process cannot be killed, and errors reported by the process as RunStopped, StorageFailed or ConfigError.
+    A call during which the process dies or hangs is repeated after the restart, except wake-up calls of
+    colocated engines, which then return no engine, and ``submit``, whose future fails. Raises RunStopped in a
+    crash loop, StorageFailed if the process cannot be killed, and errors that the process reports as
+    RunStopped, StorageFailed or ConfigError.
     """
 
     def __init__(self, setup: Setup, on_event: Event) -> None:
-        """Start the process."""
+        """Start the process. ``on_event`` gets the run events that it reports with its replies."""
         self._setup, self._on_event = setup, on_event
-        self._start_arguments: tuple[int, dict[str, Any] | None] = (1, None)
-        """Arguments of ``start`` for a restarted process."""
+        self._start_arguments: tuple[int, dict[str, Any] | None] = (1, None)  # for a restarted process
         self._weights: tuple[Path, int, int] | None = None
         self._ipc_weights: tuple[int, int] | None = None
         """Version and step of weights that colocated engines get as memory handles; None for a folder."""
@@ -101,14 +98,14 @@ class SamplerClient:
         self._call("load_weights", folder, version, step)
 
     def keep_weights(self, step: int) -> None:
-        """Record that ``step`` made no update, so engines keep their weights (`--rollout-only`)."""
+        """Record that ``step`` made no update, so the engines keep their weights (`--rollout-only`)."""
         assert self._weights is not None
         folder, version, _ = self._weights
         self._weights = (folder, version, step)
         self._call("keep_weights", version, step)
 
     def submit(self, method: str, *arguments: Any) -> Future[Any]:
-        """Start a weight broadcast call. The future fails if an engine fails or the process dies."""
+        """Start a weight broadcast call. Its future fails if an engine fails or the process dies."""
         if method == "begin":
             # The next weights are in no folder, and a restart must not load an older folder.
             self._weights = None
@@ -131,7 +128,7 @@ class SamplerClient:
         self._call("expect_handles", version, step)
 
     def update(self, call: str, *arguments: Any) -> list[str]:
-        """Call ``WeightUpdates`` and return the engines on which it succeeded; none if the process dies."""
+        """Call a ``WeightUpdates`` method; return engines where it succeeded, none if the process dies."""
         return self._call(call, *arguments) or []
 
     def admit(self) -> None:

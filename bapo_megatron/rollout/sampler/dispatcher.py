@@ -1,9 +1,8 @@
 """Scheduling of generation requests: which groups may sample (staleness), and on which engine.
 
-``AdmissionController`` is back-pressure: it bounds how far sampling runs ahead of the trainer. (AReaL, arXiv
-2505.24298, bounds staleness in the same way, by samples instead of groups.) ``Dispatcher`` sends the requests
-of admitted groups. An engine answers each request with one segment: the response's next tokens, at most
-``rollout.segment_tokens``.
+``AdmissionController`` limits how far sampling runs ahead of the trainer (as AReaL, arXiv 2505.24298, does,
+which counts samples instead of groups). ``Dispatcher`` sends the requests of admitted groups. An engine
+answers each request with one segment: the response's next tokens, at most ``rollout.segment_tokens``.
 """
 
 from __future__ import annotations
@@ -47,11 +46,12 @@ class AdmissionController:
 
     w: step of the engines' weights; p: last step whose groups the trainer has; outstanding: being sampled or
     scored, or waiting for a step. While the policy trains, p = w + 1 (S B groups); while it waits for groups,
-    p = w ((S + 1) B groups). So no group has to wait more than S steps, and S = 0 samples nothing during
-    training. After a resume more groups may be outstanding, opened under newer weights than the engines hold;
-    then only the oldest groups within the bound may sample. Nothing samples before ``open``.
+    p = w ((S + 1) B groups). So no group has to wait more than S steps. Nothing samples before ``open``, nor
+    during training if S = 0 or without ``rollout.overlap``. After a resume more groups may be outstanding,
+    opened under newer weights than the engines hold; then only the oldest within the bound may sample.
 
-    Synchronous: ``room`` returns how many groups may open, ``newest_sampling`` the newest that samples.
+    ``room``: how many groups may open now, fewer if more were dropped than ``rollout.max_oversampling``
+    replaces. ``newest_sampling``: number of the newest group that may sample.
     """
 
     def __init__(self, config: RolloutConfig, sampler_state: SamplerState) -> None:
@@ -104,7 +104,7 @@ class AdmissionController:
 
     @property
     def newest_sampling(self) -> float:
-        """Number of the newest group that may sample; a later group would be too stale for its step."""
+        """Number of the newest group that may sample: a later one would be too stale. -1: none; inf: all."""
         if not self.may_sample:
             return -1
         most = (self._steps_ahead + 1) * self._config.prompts_per_step
@@ -127,12 +127,12 @@ class AdmissionController:
 
 
 class Dispatcher:
-    """Scheduler of requests: ``send`` sends those of added responses to engines with room, oldest group
-    first.
+    """Sender of the sampler's generation requests: ``add`` queues a response, ``send`` requests the queued
+    ones' next segments from engines with room, oldest group first; ``take_results`` returns the segments.
 
-    ``take_results`` returns the segments, which count only once the caller has them in the write-ahead log. A
-    request is requeued if its engine fails. A malformed request, or one involved in too many engine losses,
-    becomes a refusal of its group.
+    Segments count only once the caller (``SamplerLoop``) has them in the write-ahead log. A request is
+    requeued if its engine fails; a malformed one, or one involved in too many engine losses, becomes a
+    refusal of its group. A response without remaining token budget is parked until ``unpark``.
     """
 
     def __init__(
@@ -159,8 +159,7 @@ class Dispatcher:
         """Sampling parameters by prompt source."""
         self._state, self._admission, self._pool = sampler_state, admission, pool
         self._ready: list[ResponseKey] = []  # heap of responses that wait for an engine
-        self._parked: list[ResponseKey] = []
-        """Responses without remaining token budget under the current weights."""
+        self._parked: list[ResponseKey] = []  # responses without token budget under the current weights
         self._running: dict[ResponseKey, asyncio.Task[None]] = {}
         self._segments: list[Segment] = []
         self._refusals: list[tuple[OpenGroup, str]] = []
@@ -195,7 +194,7 @@ class Dispatcher:
         return results
 
     def add(self, group: OpenGroup, sample: int) -> None:
-        """Queue a response if its group is open and it needs another segment; clean up if it is complete."""
+        """Queue a response if its group is open and it needs another segment; forget a complete one."""
         if self._state.open.get(group.number) is group and group.responses[sample].is_sampling:
             heapq.heappush(self._ready, (group.number, sample))
         elif group.responses[sample].is_complete:  # possibly by its environment
@@ -216,7 +215,8 @@ class Dispatcher:
                 task.cancel()
 
     async def send(self, at_once: bool) -> None:
-        """Send requests to engines with room: all if ``at_once``, otherwise one burst before other work."""
+        """Send requests while engines have room. Unless ``at_once``, stop after ``_BURST`` requests and wake
+        the loop, which first processes pending results."""
         newest = self._admission.newest_sampling
         for sent in count(1):
             if not self._send_one(newest):

@@ -1,9 +1,9 @@
-"""Sampler events: functions that return the write-ahead log ``Record`` of each kind but snapshots.
+"""Sampler events: one function per kind of event returns its ``Record`` for the write-ahead log.
 
-Records are committed to the log, then ``SamplerState.apply`` changes the state. ``journal_start`` returns the
+A record is committed to the log, then ``SamplerState.apply`` changes the state. ``journal_start`` returns the
 first records of a journal that begins at a checkpoint (a fork of another run, or after journal loss). A
 checkpoint holds the dataset position and the prompts of unfinished groups without their tokens; these prompts
-are resampled first. A fork with a different prompt order restarts its dataset.
+are resampled first. A fork with a different prompt order instead starts at the beginning of the dataset.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def groups_opened(groups: Sequence[tuple[int, int, int]], taken: int | None) -> 
 
 
 def in_records(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Split segments into records of at most ``MOST_BYTES``, in order. An abort returns the tokens of all
-    in-flight requests together: tens of gigabytes with routes."""
+    """Yield the segments in order, in lists for one record each, of at most ``MOST_BYTES`` or one segment. An
+    abort returns the tokens of all in-flight requests together: tens of gigabytes with routes."""
     part: list[Segment] = []
     filled = 0
     for segment in segments:
@@ -140,7 +140,7 @@ def batch_served(step: int, numbers: Sequence[int]) -> Record:
 
 
 def steps_rewound(step: int) -> Record:
-    """Event: the batches after ``step`` are lost and will be resampled."""
+    """Event: the batches of the steps after ``step`` are lost; new groups are sampled for these steps."""
     return Record("rewind", {"step": step}, {})
 
 
@@ -150,7 +150,7 @@ def weights_loaded(version: int, step: int) -> Record:
 
 
 class JournalStart(NamedTuple):
-    """First records of a journal, and the run event (kind, message) that tells why it begins."""
+    """First records of a journal that begins at a checkpoint, and the run event (kind, message) for it."""
 
     state: Record
     opened: list[Record]

@@ -1,7 +1,7 @@
-"""Group sampler: turns prompts into durable step batches; connects state, journal, loop and dispatcher.
+"""Group sampler: turns prompts into durable step files; connects state, journal, loop and dispatcher.
 
-``GroupSampler.next_batch(step)`` returns the path of the step's file. Everything sampled is in the journal, a
-write-ahead log that survives the process. ``BatchBuilder`` selects a step's groups and writes the file.
+``GroupSampler.next_batch(step)`` returns the path of the step's file, or None if it is not ready. Everything
+sampled is in the journal, which survives the process. ``BatchBuilder`` selects groups and writes the file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from bapo_megatron.types import StepBatch
 
 
 class GroupSampler:
-    """The rollout sampler: turns prompts into step batches of rewarded groups, in the sampler's event loop.
+    """The rollout sampler: turns prompts into step files of rewarded groups. ``Service`` (``process.py``)
+    calls it for the trainer, in the sampler process.
 
     Call order: ``start``, which replays the journal; ``load_weights`` (or, for weights sent in parts,
     ``expect_weights`` and ``record_weights``), before which nothing is sampled; ``next_batch`` per step;
@@ -117,8 +118,9 @@ class GroupSampler:
         return self._pool.needs_weights
 
     async def next_batch(self, step: int, wait_s: float) -> Path | None:
-        """Return the batch file of ``step``; None if it is not ready within ``wait_s`` seconds. Raises
-        EnginesGone if no engine has worked for too long, or the error that ended the loop."""
+        """Return the file of ``step``, after writing it if necessary; None if too few groups are finished
+        within ``wait_s`` seconds. The step of a damaged file is sampled again. Raises EnginesGone if no
+        engine has worked for too long, or the error that ended the loop."""
         path = step_path(self._folder, step)
         # Idempotent: a step served before a kill or resume gets the same file again.
         if step <= self._state.served:
@@ -166,8 +168,8 @@ class GroupSampler:
         return {**self._state.snapshot().fields, OUTSTANDING: self._state.outstanding_places}
 
     async def checkpointed(self, oldest: int) -> int:
-        """Start a new log; delete files that no resume from ``oldest`` needs; return the last step deleted,
-        below 1 for none."""
+        """Start a new log; delete logs and step files that no resume from ``oldest`` needs, except the last
+        ``rollout.keep_steps`` step files. Returns the last step deleted, below 1 for none."""
         keep = self._rollout.keep_steps
         last = 0 if keep is None else min(oldest, self._state.served - keep)
         await asyncio.to_thread(self._files.delete, last)
@@ -188,8 +190,9 @@ class GroupSampler:
 
 
 class BatchBuilder:
-    """Builder of a step's batch: ``choose`` returns the finished groups that were opened first, without those
-    to be dropped; ``write`` writes the step's file. Call both between two commits of the sampler loop."""
+    """Builder of a step's batch: ``choose`` returns the finished groups that were opened first, except
+    those to drop as stale; None while there are too few. ``write`` writes the step's file and returns an
+    event, which the caller must post. Call both between two commits of ``SamplerLoop``."""
 
     def __init__(
         self,
@@ -205,8 +208,8 @@ class BatchBuilder:
         self._folder, self._rounds = folder, rounds
 
     def choose(self, step: int, is_last: bool) -> list[FinishedGroup] | None:
-        """Return the groups of ``step``; None if there are too few and more may come. ``is_last``: no more
-        can come, so the step takes the available groups, even none."""
+        """Return the groups of ``step``, without stale ones to be dropped; None if there are too few and more
+        may come. ``is_last``: no more can come, so the step takes the available groups, even none."""
         count = self._config.rollout.prompts_per_step
         if not is_last and (self._rounds or len(self._state.finished) < count):
             return None

@@ -1,4 +1,4 @@
-"""Background scoring of complete groups, with outages and uniform groups; part of ``SamplerLoop``.
+"""Background scoring of complete groups, part of ``SamplerLoop``; drops groups useless for training.
 
 ``GroupScoring.begin(group)`` starts a task when the last response is complete: it computes the rewards
 (``scoring.GroupScorer``), in distillation also the teacher's log-probs, and posts them as an event. A group
@@ -22,8 +22,10 @@ from bapo_megatron.rollout.sampler.write_ahead_log import Record
 
 
 class GroupScoring:
-    """Background scoring of groups (by ``GroupScorer``): one task per complete group posts its rewards as an
-    event, and drops a group without use for training (equal rewards, too few scores)."""
+    """Background scoring of groups (by ``GroupScorer``): ``begin`` starts a complete group's task. It posts
+    the rewards as an event, and drops the group if it has too few scores or, with
+    ``rollout.drop_uniform_groups``, equal rewards (and equal named rewards, if the advantage may read them).
+    Groups whose scores all failed wait and are rescored (``FailedScores``)."""
 
     def __init__(
         self, config: RunConfig, dataset: Dataset, scorer: Scorer, report: Report, teacher: Teacher | None
@@ -45,9 +47,8 @@ class GroupScoring:
         drop: Callable[[OpenGroup, str], bool],
         end: Callable[[Exception], None],
     ) -> list[FinishedGroup]:
-        """Set the callbacks; return the finished groups without log-probs of a teacher that was added later.
-        ``post`` takes an event, ``drop`` a group and a reason, ``end`` a scoring error, which ends the
-        loop."""
+        """Set the callbacks; return the finished groups that lack log-probs of a teacher added later, to be
+        dropped. ``post`` takes an event, ``drop`` a group and a reason, ``end`` an error to end the loop."""
         self._post, self._drop, self._end = post, drop, end
         self._failed.begin(state)
         if not self._teacher:

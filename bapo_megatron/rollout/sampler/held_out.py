@@ -1,14 +1,13 @@
-"""Held-out evaluations of a training run, in the sampler's process; and sampling of one whole response.
+"""Held-out evaluations of a training run, in the sampler process; and sampling of one complete response.
 
     evaluation/step_000040.jsonl    one scored response per line, sampled at the weights of step 40
 
 ``HeldOut`` writes this file, for which the trainer waits. Its requests use at most half of the engines'
-capacity, alongside training requests. The file is written atomically at the end; a killed evaluation starts
-over.
+capacity, alongside training requests. The file is written only at the end; a killed evaluation starts over.
 
 ``whole_response`` (also for `bapo eval`) sends one request per segment and returns the complete response; an
-engine loss costs only the in-flight request. Training responses go through ``dispatcher.py``, which journals
-them. Both follow the state machine in ``response.py``.
+engine loss costs only the in-flight request. Training responses go through ``dispatcher.py`` instead, and
+into the journal. Both follow the state machine in ``response.py``.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ from bapo_megatron.runtime.run_paths import step_entries
 from bapo_megatron.runtime.storage import OldFiles, writing
 from bapo_megatron.types import Prompt
 
-_EPOCH = 2**32
-"""Epoch in evaluation seeds, beyond training's; constant, as common random numbers reduce noise."""
+_EPOCH = 2**32  # in all evaluation seeds, beyond training's: common random numbers reduce noise
 _POLL_S = 1.0  # polling interval for a working engine
 
 
@@ -58,14 +56,15 @@ class _Item:
     """A response to sample in an evaluation: its suite, problem and sample number."""
 
     suite: Suite
-    problem: int
-    """Position of the problem in its suite."""
+    problem: int  # position in its suite
     sample: int
 
 
 class HeldOut:
-    """The run's held-out evaluations, one at a time, in the sampler's event loop. Per step: ``expect`` before
-    its weights are loaded, ``begin`` afterwards, then poll ``responses``, which returns the file or None."""
+    """Held-out evaluations of a training run, in the sampler process: samples and scores the suites' problems
+    with a step's weights, one step at a time. Per step: ``expect`` before its weights are loaded, ``begin``
+    afterwards (starts the evaluation if it is due), then poll ``responses``, which returns the response file,
+    or None until it is ready."""
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class HeldOut:
         return self._step is not None
 
     async def responses(self, step: int, wait_s: float) -> Path | None:
-        """Return the file of ``step``; None if not ready within ``wait_s`` seconds. Raises its error."""
+        """Return the file of ``step``; None if not ready in ``wait_s`` s. Raises the evaluation's error."""
         path = self._path(step)
         if not path.exists() and self._task is not None:
             await asyncio.wait({self._task}, timeout=wait_s)
@@ -217,10 +216,10 @@ async def whole_response(
     ``name``: unique prefix of the request ids. ``seed_place``: see `request_seed`. ``turns``: required if
     `Sampling.in_environment`; environment failures are stored in the response.
 
-    An engine that returns a token of other weights is lost and its answer discarded. The caller limits the
-    concurrent calls, which may exceed an engine's capacity, and watches ``EnginePool.check``: this waits
-    indefinitely for an engine. Raises RunStopped if the request is refused or ``MOST_LOSSES`` engines fail
-    with it.
+    An engine that returns a token of other weights counts as lost, and its answer is discarded. The caller
+    limits the concurrent calls, which may exceed an engine's capacity, and calls ``EnginePool.check``: this
+    waits for an engine without limit. Raises RunStopped if the request is refused or ``MOST_LOSSES`` engines
+    fail with it.
     """
     response, losses = Response(), 0
     cached: CachedPrefix | None = None

@@ -1,6 +1,6 @@
-"""Event loop of the sampler: commits events to the write-ahead log, applies them and acts on them.
+"""Main loop of the sampler: commits events to the write-ahead log, applies them and acts on them.
 
-``SamplerLoop`` is one task that wakes at every change. It writes all queued events and results in one commit
+``SamplerLoop`` is a task that wakes at every change. It writes all queued events and results in one commit
 before applying them. It opens groups as admission allows, sends requests to engines (``dispatcher.py``) and
 turns to environments (``stepper.py``), and has complete groups scored (``group_scoring.py``).
 """
@@ -29,15 +29,14 @@ from bapo_megatron.rollout.sampler.state import FinishedGroup, OpenGroup, Sample
 from bapo_megatron.rollout.sampler.stepper import Stepper
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal
 
-MAX_RESAMPLES = 3
-"""Maximum resamples of a prompt with stale groups; after that the prompt is dropped."""
+MAX_RESAMPLES = 3  # resamples of a prompt whose groups become stale; after these the prompt is dropped
 _DRAIN_S = 5.0  # maximum wait at the end of a run for the tokens of in-flight requests
 
 
 class SamplerLoop:
-    """Event loop of the sampler, as a task from ``start`` to ``close``; the only writer of the log and the
-    state. ``post`` queues an event; ``wait_for`` waits for a condition, or raises the error that ended the
-    loop."""
+    """Main loop of the sampler, a task from ``start`` to ``close``; meanwhile, other code may write log and
+    state only within ``between_commits``. ``post`` queues an event; ``wait_for`` returns whether a condition
+    became true in time, or raises the error that ended the loop."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class SamplerLoop:
     # --- for the sampler ---
 
     def start(self) -> None:
-        """Drop untaught groups, resume the open groups and start the loop."""
+        """Drop finished groups without a new teacher's log-probs, resume the open ones and start the loop."""
         self._next_number = self._state.next_number
         for finished in self._scoring.start(self._state, self.post, self._drop, self._end):
             self._drop(finished, "untaught")
@@ -84,7 +83,7 @@ class SamplerLoop:
         self._changed.set()
 
     async def wait_for(self, condition: Callable[[], bool], wait_s: float) -> bool:
-        """Return whether ``condition`` holds within ``wait_s`` seconds. Raises the error that ended it."""
+        """Return whether ``condition`` is true within ``wait_s`` s. Raises the error that ended the loop."""
         self._changed.set()
         try:
             async with asyncio.timeout(wait_s), self._advanced:
@@ -123,7 +122,8 @@ class SamplerLoop:
         return not self._is_busy and self._admission.may_sample and self._admission.room == 0
 
     def drop_stale(self, groups: Iterable[OpenGroup | FinishedGroup], step: int) -> None:
-        """Drop groups that are too stale for ``step``; resample their prompts if ``on_stale`` says so."""
+        """Drop groups too stale for ``step``, unless ``on_stale`` is ``train``. If it is ``resample``, open
+        new groups for their prompts, at most ``MAX_RESAMPLES`` times per prompt."""
         for group in list(groups):
             if self._admission.must_drop(group, step) and self._drop(group, "stale"):
                 place = (group.epoch, group.index)

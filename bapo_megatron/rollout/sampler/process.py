@@ -1,11 +1,11 @@
-"""The sampler process: sampler, engines (or their clients) and reward workers in one event loop; RPC by pipe.
+"""The sampler process: an event loop with the sampler, its engines and its clients of the worker processes.
 
     python -m bapo_megatron.rollout.sampler.process FD      (FD: the inherited pipe to rank 0, ``client.py``)
 
 The first message is a ``Setup``. Then each call ``(method, arguments)`` gets one reply, ``("ok", value,
 events)`` or ``("error", kind, text, events)``, preceded by heartbeats unless this process hangs. ``events``
-are the run events since the last reply. When the trainer ends, the pipe closes and this process ends too:
-everything it has reported is in the journal.
+are the run events since the last reply. The message None, or the end of the trainer, which closes the pipe,
+ends this process: everything it has reported is in the journal.
 """
 
 from __future__ import annotations
@@ -51,14 +51,13 @@ from bapo_megatron.runtime.storage import FailingDiskError, OldFiles, is_of_fail
 
 T = TypeVar("T")
 
-ALIVE = ("alive",)
-"""Heartbeat message, sent while a reply is being computed."""
+ALIVE = ("alive",)  # heartbeat message, sent while a reply is being computed
 _BEAT_S = 5.0  # seconds between heartbeats
 
 
 @dataclass(frozen=True)
 class Setup:
-    """First message to the sampler process: settings, dataset, suites, engine addresses or device."""
+    """First message to the sampler process: configuration, dataset, suites, engine addresses or device."""
 
     config: RunConfig
     problems: PromptSet
@@ -82,8 +81,8 @@ WAKE_CALLS = ("wake", "begin", "receive", "confirm", "resume")
 
 
 class Service:
-    """The process's side of the RPC: ``answer`` runs one call of the trainer and returns the reply. Errors
-    meant for the trainer become replies; any other error ends the process."""
+    """The sampler process's side of the RPC: ``answer`` makes one call for the trainer and returns the reply.
+    Errors in ``_SENT_ERRORS`` become replies; any other error ends the process."""
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class Service:
         self._methods = self._table()
 
     async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the reply to a call, with the events since the last reply."""
+        """Return the reply to a call, with the run events since the last reply."""
         try:
             reply: tuple[Any, ...] = ("ok", await self._methods[method](*arguments))
         except _SENT_ERRORS as error:

@@ -1,4 +1,4 @@
-"""State machine of one response: what it needs next, the request for that, and its state after an answer.
+"""State machine of one response: what it needs next, the request for it, and the state after the answer.
 
     state       needs        event                               next state
     sampling    Tokens(n)    a segment without a reason          sampling
@@ -9,7 +9,7 @@
     waiting     STEP         ``restarted``                       sampling, without tokens
     complete    nothing
 
-``needs(response)`` returns the need, and ``continued``, ``given`` and ``restarted`` return the next state.
+``needs`` returns what a response needs, and ``continued``, ``given`` and ``restarted`` its next state.
 Only responses in an environment wait; without one, a response is an *episode* of a single turn. An episode's
 turns may form a tree (``branches.py``); sampling continues its last branch. Pure functions on frozen data: no
 engine, file or clock. Training responses go through the write-ahead log before each next state, evaluations
@@ -68,8 +68,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """An environment's answer to a turn: tokens that the model gets, or the reason for the end of the
-    response; also reward, note, metrics, time in seconds, and the failure of a step."""
+    """An environment's answer to a turn, tokenized: tokens given to the model, or the reason why the response
+    ends; also the step's reward, note, metrics, time in seconds, and failure."""
 
     token_ids_R: np.ndarray
     """int32; empty if the response ends."""
@@ -99,8 +99,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Episode:
-    """What a ``Response`` holds beside its tokens: ends of its turns, forks, and sums of the environment's
-    answers (rewards, metrics, seconds)."""
+    """What a ``Response`` has besides its tokens: the ends of its turns, its forks, and what its environment
+    returned (each answer's reward; sums of metrics and seconds)."""
 
     turns: tuple[tuple[int, str | None], ...] = ()
     """For each finished turn: response tokens up to its end; text of a given turn, None of a sampled one."""
@@ -146,7 +146,7 @@ class Episode:
 @dataclass(frozen=True)
 class Response:
     """State of one response, immutable: its tokens so far, its episode, and its finish reason when complete.
-    ``continued``, ``given`` and ``restarted`` return the next state; ``rollouts`` the training samples."""
+    ``continued``, ``given`` and ``restarted`` return the next state, ``rollouts`` the training samples."""
 
     so_far: ResponseTokens = field(default_factory=lambda: ResponseTokens.joined([]))
     finish_reason: FinishReason | None = None
@@ -205,8 +205,8 @@ class Response:
         teacher_log_probs: Sequence[np.ndarray] | None = None,
         named_rewards: Mapping[str, float] | None = None,
     ) -> list[Rollout]:
-        """Return the complete response as one rollout per branch; a token is trained on in its first branch.
-        ``teacher_log_probs``: per branch, in distillation."""
+        """Return the complete response as one rollout per branch; a token is trained on only in the first
+        branch that has it. ``teacher_log_probs``: per branch, in distillation."""
         assert self.finish_reason is not None
         columns: dict[str, Any] = dict(self.so_far.columns)
         if self.routed:
@@ -320,7 +320,7 @@ def given(response: Response, answer: Answer) -> Response:
 
 
 def restarted(response: Response) -> Response:
-    """Return the restarted response, because its environment's state cannot be restored."""
+    """Return the response without tokens, to be sampled anew: its environment cannot be restored."""
     return Response(episode=Episode(restarts=response.episode.restarts + 1))
 
 
@@ -353,7 +353,7 @@ def _answered(episode: Episode, tokens: int, answer: Answer) -> Episode:
 
 
 def summary(response: Response) -> dict[str, Any]:
-    """Return the part of an episode that step metrics need, as JSON."""
+    """Return the part of a response's episode that step metrics need, as JSON values."""
     episode = response.episode
     forked = {"branches": len(response.tree.branches), "rewritten": episode.rewritten}
     return {
@@ -387,7 +387,7 @@ def without_routes(answer: Generation, request: GenerateRequest, engine: str) ->
 
 
 def given_up(losses: int, name: str) -> str | None:
-    """Return why a response with ``losses`` engine losses is given up; None: resend it."""
+    """Return why a response is given up after ``losses`` engine losses; None: send its request again."""
     return f"{MOST_LOSSES} engines were lost with request {name!r}" if losses >= MOST_LOSSES else None
 
 

@@ -1,6 +1,6 @@
-"""Metrics of a step's groups and of all sampling, by name: rewards, lengths, episodes, token counts.
+"""Sampling metrics of a step, by name: rewards, response lengths, environment episodes, token counts.
 
-``sampler_metrics`` returns all of a step; pure functions of ``GroupSummary`` objects.
+``sampler_metrics`` returns all of them, from groups' summaries and the sampler's counts. Pure functions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def sampler_metrics(
     reward: RewardConfig,
     sources: Sequence[str] = (),
 ) -> Metrics:
-    """Return the metrics of a step that trains on the groups ``chosen``, of which ``stale`` are too old.
+    """Return the metrics of a step that trains on the groups ``chosen``; ``stale``: how many are too old.
     ``group_metrics`` covers the chosen groups; under ``sampled/`` it covers all groups scored since the last
     batch, uniform ones included, so that the filter does not bias them. Token counts (``sampler/tokens_*``)
     start with the run: sampled = trained + dropped + kept."""
@@ -88,8 +88,8 @@ def group_metrics(
 def rollout_metrics(
     groups: Sequence[GroupSummary], reward: RewardConfig, trained_only: bool = False
 ) -> Metrics:
-    """Return response statistics of scored groups. ``trained_only``: see ``group_metrics``. Rewards cover the
-    responses that have one; lengths, in tokens, cover all. A response is correct if its score (reward without
+    """Return response statistics of scored groups. Rewards cover the responses that have one; lengths, in
+    tokens, cover all, or with ``trained_only`` the same ones. A response is correct if its score (without
     penalties) is nearer to ``reward.correct`` than to ``reward.wrong``. A mean over nothing is None."""
     groups = sorted(groups, key=lambda summary: summary.number)
     responses = sum(len(group.rewards) for group in groups)
@@ -127,7 +127,7 @@ def _array_mean(values: np.ndarray) -> float | None:
 
 
 def episode_metrics(scored: Sequence[GroupSummary]) -> Metrics:
-    """Return statistics of all episodes of scored groups; empty if no group has an environment.
+    """Return episode statistics of the groups with an environment; empty if there is no such group.
 
     - ``environment/turns_mean``, ``.../turns_max``: model turns per response
     - ``.../steps_mean``: environment answers per response; ``time/environment_s``: mean total step time

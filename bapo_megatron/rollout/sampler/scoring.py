@@ -1,4 +1,4 @@
-"""Scoring of complete groups: responses are decoded, rewarded, and checked for scoring outages.
+"""Scoring of complete groups: decodes their responses, computes the rewards and detects scoring outages.
 
 ``GroupScorer.score(group)`` returns a ``RewardResult`` per response, and ``response_score`` that of one;
 ``FailedScores`` decides whether a group's results count.
@@ -26,22 +26,22 @@ from bapo_megatron.types import Prompt
 
 
 class Scorer(Protocol):
-    """Reward function for one response (protocol): ``score`` returns a ``RewardResult``, possibly a failure,
-    and never raises because of the response's content. Implemented by ``RewardPool`` and ``RobustScorer``."""
+    """Async reward function (protocol): ``score`` returns one response's ``RewardResult``, which may be a
+    failure; a response's content never makes it raise. Implemented by ``RewardPool`` and ``RobustScorer``."""
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-        """Return the reward of a response with ``tokens`` tokens, or the kind of scoring failure."""
+        """Return the result for a text of ``tokens`` sampled tokens: a reward, or a kind of failure."""
 
 
 class RobustScorer:
-    """``Scorer`` around another one: reports its failures as run events, and turns an OSError (no process, no
-    file) into a failed score."""
+    """``Scorer`` that wraps another: turns its OSErrors (a worker cannot start) into failed scores, and
+    reports the 1st, 10th, 100th ... failed score of each kind as a run event (``FailureReports``)."""
 
     def __init__(self, scorer: Scorer, failed: float, report: Report) -> None:
         self._scorer, self._failed, self._reports = scorer, failed, FailureReports(report)
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-        """Return the inner scorer's result, or the reward ``failed`` if it raises OSError."""
+        """Return the wrapped scorer's result, or a failed score (``died``) if it raises OSError."""
         try:
             result = await self._scorer.score(prompt, response, tokens)
         except OSError as error:
@@ -51,14 +51,14 @@ class RobustScorer:
 
 
 class GroupScorer:
-    """Computes the rewards of one complete group: ``score`` decodes its responses, then scores them
-    concurrently. Holds no state; ``GroupScoring`` schedules it."""
+    """Scorer of one complete group: ``score`` decodes its responses and scores them concurrently, and
+    ``rewards`` turns the results into rewards. ``GroupScoring`` calls both. Stateless."""
 
     def __init__(self, dataset: Dataset, scorer: Scorer, reward: RewardConfig) -> None:
         self._dataset, self._scorer, self._reward = dataset, scorer, reward
 
     def rewards(self, results: Sequence[RewardResult]) -> list[float | None]:
-        """Return the rewards of a group; None for a failed response that is left out."""
+        """Return the rewards of a group; None for a failed score if ``reward.on_failure`` leaves it out."""
         leaves_out = self._reward.on_failure == "leave_out"
         return [None if result.failure and leaves_out else result.reward for result in results]
 
@@ -77,7 +77,7 @@ class GroupScorer:
 
 
 def judged_prompt(tokenizer: Any, prompt: Prompt, response: Response) -> Prompt:
-    """Return the prompt of a response's last turn (``prompt_of_turn``) with its branch's earlier turns."""
+    """Return the prompt for scoring a response's last turn, with its branch's earlier turns in ``turns``."""
     ids_R, last, tree = response.so_far.token_ids_R, response.episode.last_turn_start, response.tree
     turns, forks = [], dict(tree.forks)
     for number in tree.way(len(tree.ends) - 1)[1][:-1]:
@@ -99,9 +99,9 @@ def _turn_text(tokenizer: Any, prompt: Prompt, ids_R: np.ndarray, start: int) ->
 async def response_score(
     scorer: Scorer, prompt: Prompt, response: Response, text: str, failed: float
 ) -> RewardResult:
-    """Return the result of a complete response: ``failed`` if its environment failed; otherwise the sum of
-    its environment's rewards; without these, ``scorer``'s result for ``text``, the model's last turn.
-    Rewards that are too large or not finite count as failures."""
+    """Return the result of a complete response: a failure with reward ``failed`` if its environment failed;
+    otherwise the sum of its environment's rewards; without these, ``scorer``'s result for ``text``, the
+    model's last turn. A reward that is too large or not finite counts as a failure."""
     episode = response.episode
     if episode.failure is not None:
         return RewardResult(failed, "environment", f"{episode.failure}: {episode.detail}")
@@ -124,23 +124,22 @@ def _finite(result: RewardResult, failed: float) -> RewardResult:
 ScoredGroup = tuple[OpenGroup, list[RewardResult]]
 """A complete group and its responses' results."""
 
-RETRY_S = 10.0
-"""Seconds between attempts to rescore while no score succeeds."""
+RETRY_S = 10.0  # seconds between attempts to rescore waiting groups
 
 _OUTAGE_GROUPS = 8
 """Consecutive groups without a score that count as an outage, at most ``groups_per_step`` but at least 2."""
 
 
 class FailedScores:
-    """Detector of scoring outages: consecutive groups without any score, as when a judge is down.
+    """Rescoring rules for groups whose scores all failed (a judge is down); many in a row are an *outage*.
 
-    ``passes`` tells whether a group's results count. Groups whose scores all failed wait until another score
-    succeeds; then they are rescored once, and the result counts. If no score succeeds, raises ConfigError in
-    a run's first step once a whole step's groups wait (before any update), later RunStopped after retries for
-    ``outage_minutes``. The journal keeps these groups without rewards, and a resumed run rescores them. Fewer
-    failed groups than an outage are retried once and then dropped, as are the first groups of an outage. No
-    retry helps a group whose environments all failed: in an outage one such group is dropped at each retry,
-    and the new one in its place shows whether environments work again.
+    ``passes`` returns whether a group's results count. If not, the group waits; every ``RETRY_S`` seconds and
+    after a successful score, ``GroupScoring`` rescores what ``to_score_again`` returns. Outside an outage a
+    group is rescored once, and then its results count. In an outage one group is rescored at a time until a
+    score succeeds; after ``outage_minutes`` RunStopped is raised. Before a run's first successful score no
+    group is rescored, and ConfigError is raised once a whole step's groups wait. A resumed run rescores the
+    waiting groups. No retry helps a group whose environments all failed: in an outage one such group is
+    dropped at each retry, and the new one in its place shows whether environments work again.
     """
 
     def __init__(self, groups_per_step: int, outage_minutes: float, report: Report) -> None:
@@ -149,11 +148,10 @@ class FailedScores:
         self._failed: set[int] = set()  # numbers of groups that failed since the last successful score
         self._since_s = 0.0  # time of the first of these failures
         self._has_scores = False  # whether any score of the run has succeeded
-        self.scores = 0
-        """Number of groups with a successful score in this process."""
+        self.scores = 0  # number of groups with a successful score in this process
 
     def begin(self, sampler_state: SamplerState) -> None:
-        """Skip the first-step check if the journal has a step or a successful score."""
+        """Skip the check of the first scores if the journal has a step or a successful score."""
         succeeded = any(len(summary.failures) < len(summary.rewards) for summary in sampler_state.scored)
         self._has_scores = sampler_state.served > 0 or succeeded
 
@@ -163,15 +161,16 @@ class FailedScores:
 
     @property
     def is_outage(self) -> bool:
-        """Whether so many groups failed since the last score; what passes then is not trained on."""
+        """Whether ``_outage_groups`` groups failed since the last score; then what passes is not used."""
         return len(self._failed) >= self._outage_groups
 
     def forget(self, number: int) -> None:
         self._waiting.pop(number, None)
 
     def passes(self, group: OpenGroup, results: list[RewardResult], is_last_try: bool, now_s: float) -> bool:
-        """Return whether a group's results count; if not, the group waits. ``is_last_try``: failures count
-        unless there is an outage. Raises ConfigError if all scores of the first step failed."""
+        """Return whether a group's results count; if not, the group waits. ``is_last_try``: failures count,
+        in an outage only those of environments. Reports the start of an outage as a run event. Raises
+        ConfigError if all scores of the first step failed."""
         if any(result.failure is None for result in results):
             self.scores += 1
             self._has_scores = True
@@ -194,8 +193,8 @@ class FailedScores:
         return False
 
     def to_score_again(self, now_s: float) -> tuple[list[OpenGroup], bool]:
-        """Remove and return the waiting groups to rescore, and whether this is their last try. Raises
-        RunStopped if an outage has lasted ``outage_minutes``."""
+        """Remove and return the waiting groups to rescore (in an outage, one), and whether this is their last
+        try. Raises RunStopped if an outage has lasted ``outage_minutes``."""
         if not self._has_scores or not self._waiting:  # waiting groups may have been dropped as stale
             return [], False
         is_outage = self.is_outage

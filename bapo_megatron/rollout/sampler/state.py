@@ -2,8 +2,8 @@
 
 ``SamplerState.apply(record)`` is the only mutator; a record is in the log before anything acts on it, so a
 log replay gives the same state. A damaged record costs only its content: a response continues from the tokens
-before the gap, and nothing is trained on twice. ``SamplerState.served`` is the last step whose groups the
-trainer got; step s produces the weights of step s (0: the initial weights).
+before the gap, and nothing is trained on twice. ``SamplerState.served`` is the last step that has its groups;
+step s produces the weights of step s (0: the initial weights).
 
     lag of a group at step t = (t - 1) - (step of the weights of its oldest token)      0 is on-policy
 """
@@ -31,7 +31,7 @@ TEACHER_LOG_PROBS = RESPONSE_COLUMNS["teacher_log_probs_R"].array
 
 class GroupSummary(NamedTuple):
     """Statistics of a scored group, dropped or not, for step metrics: rewards, lengths, finish reasons,
-    failures. Created from log records alone when scores are applied, so a resumed run counts the same."""
+    failures. Created by ``SamplerState`` from log records alone, so a resumed run counts the same."""
 
     number: int
     rewards: Sequence[float | None]
@@ -105,8 +105,8 @@ class FinishedGroup:
 
 
 class SamplerState:
-    """The sampler's state: a pure function of the write-ahead log's records, changed only by ``apply``.
-    ``apply`` raises ConfigError if the log has a different ``identity`` (settings) or a newer format."""
+    """The sampler's state (groups, weights, counts), a pure function of the write-ahead log's records: only
+    ``apply`` changes it, and raises ConfigError if the log has another ``identity`` or a newer format."""
 
     def __init__(
         self, prompts: Sequence[Prompt], group_size: int, identity: Mapping[str, Any] | None = None
@@ -119,7 +119,7 @@ class SamplerState:
         self.taken = 0
         """Number of prompts taken from the dataset over all epochs."""
         self.served = 0
-        """Last step that received its groups."""
+        """Last step that has its groups (its batch record was applied)."""
         self.unrecorded: set[int] = set()
         """Steps up to ``served`` whose batch record was damaged."""
         self.weights_step = 0
@@ -127,14 +127,12 @@ class SamplerState:
         self._version = 0  # version of the engines' weights
         self._step_of: dict[int, int] = {}  # last step of each weight version
         self._newest = -1  # newest version in `_step_of`
-        self._first_step_of: dict[int, int] = {}
-        """First step of each weight version; a step without an update keeps the version."""
+        self._first_step_of: dict[int, int] = {}  # a step without an update keeps the version
         self.open: dict[int, OpenGroup] = {}
         self.finished: dict[int, FinishedGroup] = {}
         self.tokens: Counter[str] = Counter()
         """The run's token counts: ``sampled``, ``trained``, and ``dropped_REASON``."""
-        self._trained: dict[int, int] = {}
-        """Token count of each step's batch; needed if the step's file is lost."""
+        self._trained: dict[int, int] = {}  # tokens of each step's batch, in case its file is lost
         self.scored: list[GroupSummary] = []
         """Groups scored since the last batch."""
         self.dropped: Counter[str] = Counter()
@@ -150,7 +148,7 @@ class SamplerState:
         return self._step_of.get(version)
 
     def lag(self, oldest_version: int | None, step: int) -> int:
-        """Return the lag, in steps, of a group with ``oldest_version`` that ``step`` trains on."""
+        """Return the lag, in steps, at ``step`` of a group whose oldest token is of ``oldest_version``."""
         if oldest_version is None or oldest_version > self._newest:
             return 0  # sampled from weights that are still being loaded
         made = self._step_of.get(oldest_version)

@@ -2,11 +2,11 @@
 
     RUN/journal/step_000001.npz  step_000002.npz ...      step_000001.routes.npy ...
 
-``write_step`` writes a ``StepBatch``, in the sampler process; ``read_step`` and ``read_header`` return it and
-its header on trainer rank 0; every rank reads its own samples (``step_columns.py``). A file holds a JSON
-header, the prompts' ids, and an array per response column (``types.RESPONSE_COLUMNS``), in numpy's zip
-format: bit-exact, with checksums that reveal damage. Routes (each token's experts), thirty times larger than
-the rest, are in a separate file (``data/routes.py``).
+``write_step`` writes a ``StepBatch``, in the sampler process; ``read_header`` returns its header on trainer
+rank 0; every rank reads its own samples (``step_columns.py``). A file has a JSON header, the prompts' ids,
+and an array per response column (``types.RESPONSE_COLUMNS``), in numpy's zip format: bit-exact, with
+checksums that reveal damage. Routes (each token's experts), thirty times larger than the rest, are in a
+separate file (``data/routes.py``). ``ReplaySampler`` gives the trainer the step files of another run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ _APART: dict[str, Any] = {name: None for name, column in RESPONSE_COLUMNS.items(
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """Return the path of a step file."""
     return directory / f"{step_name(step)}.npz"
 
 
@@ -69,7 +68,6 @@ def write_step(directory: Path, step: int, batch: StepBatch, numbers: Sequence[i
 
 
 def routes_path(directory: Path, step: int) -> Path:
-    """Return the path of a step's route file."""
     return directory / f"{step_name(step)}{_ROUTES}"
 
 
@@ -96,7 +94,7 @@ def read_step(directory: Path, step: int) -> StepBatch:
 
 
 def read_header(directory: Path, step: int) -> StepHeader:
-    """Verify the file of ``step`` and return the header. Raises ConfigError if damaged or compressed."""
+    """Read the whole file of ``step``; return its header. Raises ConfigError if damaged or compressed."""
     return header_of(*_uncompressed(directory, step))
 
 
@@ -143,10 +141,11 @@ def _opened(directory: Path, step: int) -> Iterator[tuple[BinaryIO, Any]]:
 
 
 class StepFiles:
-    """The step files in ``folder``, for recovery at a start (``missing_records``) and deletion. Blocking.
+    """The step files in ``folder``, for the sampler: recovery at a start (``missing_records``), verification
+    (``is_readable``) and deletion. Blocking.
 
-    Renames a damaged file and all later ones to ``*.lost`` and reports a run event. Raises ConfigError or
-    FailingDiskError if the disk denies access or fails.
+    The first two rename a damaged file and all later ones to ``*.lost`` and report a run event. Raises
+    ConfigError or FailingDiskError if the disk denies access or fails.
     """
 
     def __init__(self, folder: Path, report: Report) -> None:
@@ -156,7 +155,8 @@ class StepFiles:
     def missing_records(self, sampler_state: SamplerState, first_step: int) -> list[Record]:
         """Return batch records that ``sampler_state`` lacks, rebuilt from the step files. A record is missing
         after damage or a kill between file and record. The file is authoritative for its groups. Steps before
-        ``first_step`` were trained. Does not open the (many) files with logged records."""
+        ``first_step`` were trained: the last gets an empty record if it has no other. Does not open the
+        (many) files with logged records."""
         missing, served = [], sampler_state.served
         outstanding = {*sampler_state.open, *sampler_state.finished}
         unrecorded = sampler_state.unrecorded
@@ -208,9 +208,9 @@ class StepFiles:
 
 
 class ReplaySampler:
-    """``Sampler`` without engines: ``next_batch`` returns another run's stored batches
-    (``config.rollout.replay``). Never waits. Raises ConfigError if there is no journal, or a step file is
-    missing or damaged."""
+    """The trainer's ``Sampler`` for a replay, without engines: ``next_batch`` returns the header of another
+    run's stored batch (``config.rollout.replay``). Never waits. Raises ConfigError if there is no journal, or
+    a step file is missing or damaged."""
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = RunPaths(run_dir).journal

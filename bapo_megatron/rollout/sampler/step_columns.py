@@ -47,7 +47,7 @@ _TAIL_BYTES = 4096  # more than a step file's zip directory; the file may be sho
 
 
 def header_of(batch: StepBatch, file: ColumnFile) -> StepHeader:
-    """Return the header of ``batch``, whose columns are in ``file``."""
+    """Return the header of ``batch``, whose columns are in ``file``; called on rank 0."""
     return StepHeader(tuple(map(_group_header, batch.groups)), batch.metrics, file)
 
 
@@ -99,9 +99,8 @@ def column_file(path: Path, file: BinaryIO, archive: ZipFile) -> ColumnFile:
     for member in archive.infolist():
         if member.compress_type != ZIP_STORED:
             raise ConfigError(f"{path}: its {member.filename} is compressed; write it with numpy.savez")
-        file.seek(
-            member.header_offset + 26
-        )  # name length and extra-field length end the 30-byte local header
+        # Name length and extra-field length end the 30-byte local header.
+        file.seek(member.header_offset + 26)
         name, extra = struct.unpack("<HH", file.read(4))
         file.seek(name + extra, os.SEEK_CUR)
         np.lib.format.read_magic(file)
@@ -117,7 +116,7 @@ def _tail(file: BinaryIO | FileIO, size: int) -> str:
 
 
 class StepColumns:
-    """Columns of a step's responses, a ``TrainingBatch``: ``open``, ``read`` one response, ``close``.
+    """Columns of a step's responses on a trainer rank (``TrainingBatch``): ``open``, ``read``, ``close``.
 
     Reads by offset, not through a memory map, because truncation or server loss of a mapped file kills the
     process with SIGBUS. Raises StorageFailed, on this rank only, if the file cannot be read.

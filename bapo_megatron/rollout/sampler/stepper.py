@@ -17,7 +17,7 @@ from bapo_megatron.rollout.sampler.turns import Environments, TurnTaker, turn_ta
 
 
 class Restart(NamedTuple):
-    """A response that must restart without tokens, because its environment cannot be restored, and why."""
+    """A response to be sampled anew because its environment cannot be restored, and the reason."""
 
     group: OpenGroup
     sample: int
@@ -25,8 +25,8 @@ class Restart(NamedTuple):
 
 
 class Stepper:
-    """Scheduler of environment steps: ``add`` a waiting response; ``take_results`` returns the answers and
-    restarts. A result counts only once its caller (``SamplerLoop``) has it in the write-ahead log."""
+    """Scheduler of environment steps for ``SamplerLoop``: ``add`` starts the step of a waiting response;
+    ``take_results`` returns answers and restarts, which count only once they are in the write-ahead log."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Stepper:
         return results
 
     def add(self, group: OpenGroup, sample: int) -> None:
-        """Ask the environment of a waiting response; release the environment of a complete one."""
+        """Start the environment step of a waiting response; release the environment of a complete one."""
         key, response = (group.number, sample), group.responses[sample]
         if self._state.open.get(group.number) is not group or key in self._running:
             return

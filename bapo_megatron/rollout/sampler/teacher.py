@@ -1,9 +1,8 @@
 """Client of the frozen teacher of on-policy distillation: log-probs of sampled tokens, from SGLang servers.
 
-``group_log_probs`` returns a complete group's log-probs, an array per response. They count once they
-are in the write-ahead log and go from there into the step file, so a resumed or replayed run does not request
-them again. SGLang returns log-probs of given tokens only at temperature 1: so must ``rollout.temperature``
-be.
+``group_log_probs`` returns a complete group's log-probs, an array per response or branch. They go into the
+write-ahead log and from there into the step file, so a resumed or replayed run does not request them again.
+SGLang returns log-probs of input tokens only at temperature 1, so ``rollout.temperature`` must be 1.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _BYTES_A_TOKEN = 128  # answer bytes allowed per token; log-prob, id and punctua
 
 
 class Teacher:
-    """Async client of the teacher servers: ``open``, concurrent ``log_probs`` calls, ``close``. A response
-    goes to the least loaded server, after a failure to the others in turn; the last is retried until
-    ``give_up_s``."""
+    """Async client of the teacher servers, in the sampler process: ``open``, concurrent ``log_probs`` calls,
+    ``close``. A response goes to the least loaded server, after a failure to the others in turn; the last is
+    retried for ``give_up_s`` seconds, then RunStopped is raised."""
 
     def __init__(self, config: DistillationConfig, longest: int) -> None:
         """``longest``: maximum sequence length in tokens."""
@@ -69,7 +68,7 @@ class Teacher:
                 ) from None
 
     async def log_probs(self, prompt_ids: np.ndarray, response_ids: np.ndarray) -> np.ndarray:
-        """Return log-probs of the response's tokens, nats, float32 [R]; raises RunStopped if none answers."""
+        """Return the response's log-probs, nats, float32 [R]. Raises RunStopped if no server answers."""
         ids = np.concatenate([prompt_ids, response_ids])
         body = {
             "input_ids": ids.tolist(),
@@ -136,8 +135,8 @@ class Teacher:
 
 
 async def group_log_probs(teacher: Teacher, ids_P: np.ndarray, group: OpenGroup) -> list[np.ndarray]:
-    """Return the log-probs of each response (each branch, if there are several), float32 [R], in order, asked
-    concurrently. ``ids_P``: the dataset's prompt. Raises RunStopped as ``Teacher`` does."""
+    """Return the log-probs of each response (each branch, if there are several), float32 [R], in order, from
+    concurrent requests. ``ids_P``: the dataset's prompt. Raises RunStopped as ``Teacher`` does."""
 
     async def of_branch(branch: Branch, ids_R: np.ndarray) -> np.ndarray:
         if branch.has_prompt and len(ids_P):
@@ -155,7 +154,7 @@ async def group_log_probs(teacher: Teacher, ids_P: np.ndarray, group: OpenGroup)
 
 
 def check_teacher(config: RunConfig) -> None:
-    """Preflight check of distillation. Raises ConfigError for an unusable address or key."""
+    """Preflight check of distillation, without network. Raises ConfigError for a bad address or key."""
     distillation = config.algorithm.distillation
     if not distillation.enabled or config.rollout.replay is not None:  # a replay has stored log-probs
         return

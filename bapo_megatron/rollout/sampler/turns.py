@@ -1,8 +1,8 @@
-"""Environments of a run, as the sampler uses them: preflight checks, start, and steps of a response.
+"""Environments of a run: preflight checks, start of their workers, and steps of a response.
 
-``check_environments`` runs before a start, and ``open_environments`` starts the workers. ``TurnTaker`` sends
-a response's last turn to its environment and returns the answer as tokens. A run has one environment per
-prompt source, or one for all sources.
+The trainer calls ``check_environments`` before a start; ``open_environments`` starts the workers, in the
+sampler process. ``TurnTaker`` sends a response's last turn to its environment and returns the answer as
+tokens. A run has one environment per prompt source, or one for all sources.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Environments = Mapping[str, Stepping]
 
 
 def within(sampling: Sampling, stepping: Stepping | None) -> Sampling:
-    """Return the sampling parameters for an environment's responses; unchanged without an environment."""
+    """Return ``sampling`` with the environment's stop tokens, which end turns; unchanged without one."""
     if stepping is None:
         return sampling
     return replace(sampling, stop_token_ids=stepping.stop_token_ids, in_environment=True)
@@ -86,8 +86,8 @@ def turn_takers(
 
 
 class TurnTaker:
-    """Client of one environment for responses: ``result`` asks it about a response's last turn, ``answer``
-    turns the result into tokens or the end of the response."""
+    """Client of one environment: ``result`` sends it a response's last turn, ``answer`` turns the result into
+    tokens or the end of the response. Reports failures and restarts as run events."""
 
     def __init__(self, stepping: Stepping, dataset: Dataset, max_response_tokens: int) -> None:
         self._stepping, self._dataset = stepping, dataset
@@ -111,14 +111,15 @@ class TurnTaker:
         return await self._stepping.steps.step(question)
 
     def must_restart(self, response: Response, result: StepResult) -> bool:
-        """Return whether the response must restart because its environment could not be restored."""
+        """Return whether the response must restart (environment lost, up to ``MOST_RESTARTS`` times)."""
         if result.failure != "diverged" or response.episode.restarts >= MOST_RESTARTS:
             return False
         self._restarts.note(result)
         return True
 
     async def answer(self, prompt: Prompt, response: Response, result: StepResult) -> Answer:
-        """Return the answer as given tokens, which may start a branch, or as the end of the response."""
+        """Return the answer as tokens, which may start a branch, or as the end of the response: because the
+        environment ended it or failed, or its turns or tokens reach the limit."""
         self._failures.note(result)
         if result.failure is not None or result.observation is None:
             return _end("failed" if result.failure is not None else "stop", result)
@@ -273,8 +274,8 @@ def _prompt_tools(environment: EnvironmentConfig, traits: Traits) -> Tools:
 
 
 def check_environments(config: RunConfig, tokenizer: Any, begun: bool = False) -> dict[str, Tools]:
-    """Check each of a run's environments once; return the tool schemas by source. Raises ConfigError as
-    ``check_environment`` does, naming the source's field."""
+    """Check each distinct environment of a run; return the tool schemas by source. Raises ConfigError as
+    ``check_environment`` does, with the source's name."""
     tools: dict[str, Tools] = {}
     for source, environment in _distinct(config.environments).items():
         with _naming(source, config):
@@ -283,7 +284,7 @@ def check_environments(config: RunConfig, tokenizer: Any, begun: bool = False) -
 
 
 def tools_of(config: RunConfig) -> dict[str, Tools]:
-    """Return each source's tool schemas, read in a worker; raises ConfigError if a class is missing."""
+    """Return each source's tool schemas, read in a worker; raises ConfigError if a class is invalid."""
     distinct = _distinct(config.environments)
     tools: dict[str, Tools] = {
         name: _prompt_tools(environment, read_traits(environment)) if environment.function else ()
@@ -300,7 +301,7 @@ async def open_environment(
     opened: AsyncExitStack,
     logs_dir: Path | None = None,
 ) -> Stepping | None:
-    """Start an environment and return its parts; None without a ``function``. ``logs_dir``: for its programs.
+    """Start an environment's workers; return None without a ``function``. ``logs_dir``: logs of its programs.
     Raises ConfigError, ChildError or OSError if it does not start. ``opened`` closes it."""
     if environment.function is None:
         return None

@@ -5,8 +5,9 @@
 ``SegmentJournal`` replays, commits and deletes; ``read_records`` yields the records of one file. A record is
 a header (magic, kind, sizes, header CRC), a JSON object, numpy arrays end to end, and a CRC over both. The
 magic tells whether more records of the same commit follow; an incomplete commit at the end of a file does not
-count. Reading reports a damaged record with its offset and continues at the next whole record. A start writes
-a new log. Every log begins with a snapshot of the sampler's state, so that older logs can be deleted.
+count. Reading reports a damaged record with its offset and continues at the next whole record. A start begins
+a new log. Every log begins with a snapshot of the sampler's state without its groups, so that older logs can
+be deleted once their groups are trained on or dropped.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ _HEAD = struct.Struct("<4s16sII")  # magic, kind, bytes of JSON, bytes of arrays
 _CHECK = struct.Struct("<I")
 _OVERHEAD = _HEAD.size + 2 * _CHECK.size
 
-FILE_BYTES = 256 * 2**20
-"""Log size at which a new log begins."""
+FILE_BYTES = 256 * 2**20  # log size from which ``is_full`` is true
 _LOCK_WAIT_S = 30.0  # maximum wait for the lock: a killed process may take this long to end
 
 
@@ -55,7 +55,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged range of a log, yielded by ``read_records``: offset, size in bytes, reason."""
+    """A damaged range of a log, yielded by ``read_records``: offset and size in bytes, and the reason."""
 
     offset: int
     size: int
@@ -164,8 +164,10 @@ def _decoded(kind: bytes, text: bytes, data: bytes, offset: int) -> Record:
 
 
 class SegmentJournal:
-    """The write-ahead logs in ``folder``, which it locks. Call order: ``replay``, ``rotate``, then any number
-    of ``commit`` calls. Calls block until the data is on disk, and raise RunStopped if the disk fails."""
+    """The write-ahead logs in ``folder``, which it locks. Call ``replay``, and ``rotate`` to start a new log;
+    then ``commit`` any number of times. Call ``rotate`` again before a ``commit`` if the log ``is_full``, and
+    before ``delete_old``, which deletes earlier logs. Calls block until the data is on disk, and raise
+    RunStopped if the disk fails."""
 
     def __init__(self, folder: Path, old: OldFiles | None = None) -> None:
         """Lock ``folder``; raises ConfigError if another process writes there. ``old``: deletes old logs."""
@@ -192,8 +194,8 @@ class SegmentJournal:
         return damage
 
     def rotate(self, snapshot: Record, *more: Record) -> None:
-        """Start a new log, once after ``replay`` and whenever the current one ``is_full``. ``more``: records
-        committed atomically with the snapshot."""
+        """Close the current log and start a new one with ``snapshot``. ``more``: records committed
+        atomically with it."""
         if self._log is not None:
             self._log.close()
         number = max((int(path.stem.removeprefix("segments-")) for path in self._paths()), default=0) + 1
@@ -217,7 +219,7 @@ class SegmentJournal:
             self._groups[self._log.path].update(_group_numbers(record))
 
     def delete_old(self, outstanding: Iterable[int]) -> None:
-        """Delete the oldest logs up to the first with ``outstanding`` groups or that cannot be deleted."""
+        """Delete the oldest logs, until one has ``outstanding`` groups, cannot be deleted or is current."""
         needed = set(outstanding)
         for path in self._paths()[:-1]:
             if self._groups.get(path, needed) & needed:

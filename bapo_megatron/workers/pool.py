@@ -1,17 +1,18 @@
-"""Pool of worker processes that answers concurrent calls with time limits, each exactly once.
+"""Pool of worker processes for concurrent calls with time limits: each gets one answer or one error.
 
 ``WorkerPool.call(kind, question)`` returns the answer of a function in a worker program (serving.py), or
-raises CallFailed. A ``CallKind`` names the function and its time limit. Lifecycle of a call:
+raises CallFailed. A ``CallKind`` has the function, its time limit, and whether the call may be repeated. Used
+by the reward and environment pools. Lifecycle of a call:
 
 - It waits for a free worker, first come first served. A worker with plain functions takes one call at a time,
-  one with async functions ``concurrency``. The limit starts when the call is sent; waiting and worker starts
-  do not count.
-- ``holder`` names an object in a worker that the call needs: its calls all go to that worker while it lives.
+  one with async functions up to ``concurrency``. The limit excludes waiting and worker starts.
+- ``holder`` identifies an object in a worker that the call needs: all calls with it go to that worker. Once
+  that has ended, unrepeatable ones fail.
 - Past its limit, an async call is cancelled in its worker. A worker that ignores the cancellation, or is not
-  async, is killed.
-- When a worker ends, its in-flight calls become suspects. Unrepeatable suspects fail. The next process in the
-  slot repeats the others before anything else, in shrinking lots down to one, so that a call which ends
-  workers runs alone. It fails after ending two while alone, and costs no other repeatable call its answer.
+  async, is killed. A repeatable call is then tried once more.
+- When a worker ends, its in-flight calls become suspects. Unrepeatable suspects fail. The slot's next process
+  repeats the others before anything else, in lots that shrink to one, so that a call which ends workers runs
+  alone. It fails after ending two while alone, and costs no other repeatable call its answer.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ Failure = Literal["raised", "time", "died"]
 """The function raised; it timed out; its worker ended before the answer or could not be started."""
 
 TRIES = 2
-"""Bad runs after which a repeatable call fails: a timeout, or alone in a worker that ended."""
+"""Number of bad runs after which a repeatable call fails: timeouts, and worker ends while it ran alone."""
 START_TRIES = 2
-"""Consecutive worker starts; if all fail, the slot waits for ``RESTART_PAUSE_S``."""
+"""Consecutive attempts to start a worker; if all fail, its slot waits for ``RESTART_PAUSE_S``."""
 RESTART_PAUSE_S = 10.0
 LOTS = 8
 """Divisor of lot sizes for suspects: of 1,000 suspects at most 125 run at a time, then 15, then 1."""
@@ -51,11 +52,11 @@ class CallKind:
     repeatable: bool
     """Whether another worker may run the call if the first gave no answer; otherwise the call fails."""
     grace_s: float = 15.0
-    """Seconds that a cancelled async function has to end after its limit."""
+    """Seconds after its limit within which a cancelled async function must end."""
 
 
 class CallFailed(Exception):
-    """A call gave no answer: kind of failure, detail, and for an error in user code traceback and place."""
+    """A call got no answer: kind of failure, detail and, if its function raised, traceback and place."""
 
     def __init__(
         self, name: str, failure: Failure, detail: str, traceback: str = "", place: str = "", beside: int = 0
@@ -68,7 +69,7 @@ class CallFailed(Exception):
         self.place = place
         """Error type and line that raised it, which identify a bug in a function."""
         self.beside = beside
-        """Number of other in-flight calls when the worker ended, one of which may be the cause."""
+        """Number of other calls in flight when the worker ended, one of which may be the cause."""
 
 
 @dataclass(eq=False)
@@ -116,8 +117,7 @@ class _Call:
 
 
 class WorkerPool:
-    """Async pool of ``workers`` processes of one program in one event loop: ``start``, ``call``,
-    ``close``."""
+    """Async pool of worker processes of one program, in one event loop: ``start``, ``call``, ``close``."""
 
     def __init__(self, program: WorkerProgram, workers: int, concurrency: int = 1000) -> None:
         """``concurrency``: maximum concurrent calls per worker of an async program."""
@@ -129,7 +129,7 @@ class WorkerPool:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> list[str]:
-        """Start all workers and return one's notes; none runs after a ConfigError, ChildError or OSError."""
+        """Start all workers; return one's notes. None is left after a ConfigError, ChildError or OSError."""
         await asyncio.to_thread(remove_abandoned)
         starts = [asyncio.create_task(worker.start_process()) for worker in self._workers]
         try:
@@ -147,8 +147,8 @@ class WorkerPool:
         return processes[0].notes if processes else []
 
     async def call(self, kind: CallKind, question: Any, holder: Hashable | None = None) -> Any:
-        """Return the function's answer to ``question`` (JSON values). Raises CallFailed without an answer.
-        Cancellation reaches async workers; plain ones finish."""
+        """Return the function's answer to ``question`` (JSON values). Raises CallFailed if there is none.
+        Cancellation of this call cancels an async function; a plain one runs to its end."""
         number = next(self._numbers)
         future = asyncio.get_running_loop().create_future()
         call = _Call(number, kind, question, holder, future)
@@ -176,7 +176,7 @@ class WorkerPool:
             call.future.cancel()
 
     def deal(self) -> None:
-        """Dispatch calls: to each worker its own, then the queue's to the least loaded worker."""
+        """Dispatch calls: to each worker its own, then those of the queue to the least loaded workers."""
         for worker in self._workers:
             worker.take_own()
         while self.waiting:
@@ -210,8 +210,8 @@ class WorkerPool:
             queue.clear()
 
     def _goes_to_its_holder(self, call: _Call) -> bool:
-        """Give the call to its object's worker, or fail it if that ended and the call is unrepeatable; return
-        False if neither applies."""
+        """Give the call to its object's worker, or fail it if that has ended and the call is unrepeatable;
+        return False if neither applies."""
         worker, life = self._holders.get(call.holder, (None, 0)) if call.holder is not None else (None, 0)
         if worker is None:
             return False
@@ -324,7 +324,7 @@ class _WorkerSlot:
         self._process.send(line)
 
     def withdraw(self, call: _Call) -> None:
-        """Cancel an abandoned call in an async worker; its place becomes free with the worker's answer."""
+        """Cancel an abandoned call in an async worker; its place stays taken until the worker answers."""
         if call.number in self.in_flight and self._process is not None and self._process.is_async:
             self._process.send(json.dumps({"id": call.number, "cancel": True}).encode())
 

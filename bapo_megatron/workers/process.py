@@ -1,8 +1,8 @@
-"""A worker subprocess, seen from the parent's event loop: non-blocking JSON lines in both directions.
+"""A worker subprocess, as a ``WorkerPool`` uses it: non-blocking JSON lines in both directions.
 
 ``WorkerProcess.start(program, answered)`` starts one and returns it, ready for ``send``; ``answered`` is
-called with each message. A process has its own temporary directory, and ends with its parent, even after
-``kill -9``.
+called with each message, in the pool's event loop. A process has its own temporary directory, and ends with
+its parent, even after ``kill -9``.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _READS = 64  # maximum successive reads of a pipe, so that an endless writer doe
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """Command, settings and environment of a program whose ``main`` calls ``serving.serve``."""
+    """Command, settings and environment of a worker program, whose ``main`` calls ``serving.serve``."""
 
     command: tuple[str, ...]
     """Command without its last argument, the lifeline's descriptor."""
     settings: Any
-    """JSON value for the program's ``prepare``."""
+    """JSON value that the program's ``prepare`` takes."""
     environment: Mapping[str, str] | None = None
     """None: this process's environment and import path."""
 
 
 class WorkerProcess:
-    """A running worker process, returned by ``start``: ``send`` calls, and ``close`` it. The future ``ended``
-    holds the reason once no more answers can come: the process ended, or ``end`` was called."""
+    """A running worker process, returned by ``start``: ``send`` calls, finally ``close`` it. When no more
+    answers can come, because the process ended or ``end`` killed it, the future ``ended`` gets the reason."""
 
     def __init__(
         self, child: ChildProcess, scratch: Scratch, heard: Callable[[dict[str, Any]], None]
@@ -84,8 +84,8 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, program: WorkerProgram, answered: Callable[[dict[str, Any]], None]) -> WorkerProcess:
-        """Return a process that is ready for calls; a cancelled start leaves nothing behind. ``answered``:
-        called with each answer. Raises ChildError, OSError, or ConfigError of ``prepare``."""
+        """Start a process and return it when it is ready for calls; a cancelled start leaves nothing behind.
+        ``answered``: called with each answer. Raises ChildError, OSError, or ConfigError of ``prepare``."""
         made = asyncio.ensure_future(asyncio.to_thread(_make, program))
         ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
@@ -122,7 +122,7 @@ class WorkerProcess:
         return ready.result()
 
     def send(self, line: bytes) -> None:
-        """Send a line now or once the pipe has room; do nothing after the end."""
+        """Send a line now, or once the pipe has room; do nothing if the process has ended."""
         if self.ended.done():
             return
         self._unsent.append(memoryview(line + b"\n"))
@@ -130,7 +130,7 @@ class WorkerProcess:
             self._write()
 
     def end(self, reason: str) -> None:
-        """Kill the process and set ``ended``; unread answers do not count."""
+        """Kill the process and set ``ended``; drops unread answers."""
         if self.ended.done():  # killed and perhaps reaped: the PID may have been reused
             return
         self.ended.set_result(reason)

@@ -1,8 +1,8 @@
-"""Temporary directories of worker processes; starting one also removes directories of killed workers.
+"""Temporary directories of worker processes, and deletion of those that killed pools have left.
 
-``Scratch()`` creates one. A lock (flock), valid only on its own machine, marks a directory as in use. If
-machines share the location of temporary files, each removes only its own directories, whose names contain the
-kernel's boot id.
+``Scratch()`` creates one; the process with the ``WorkerPool`` locks it (flock) while it is in use. Each pool
+first calls ``remove_abandoned``. A flock is valid on one machine only: if machines share the location of
+temporary files, each removes only its own directories, whose names contain the kernel's boot id.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _PREFIX = f"bapo_worker_{Path('/proc/sys/kernel/random/boot_id').read_text()[:13
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 SWEEP_S = 20.0
-"""Seconds that a start may spend on abandoned directories; the next start removes the rest."""
+"""Seconds that a pool's start may spend on abandoned directories; the next pool removes the rest."""
 
 
 FRESH_S = 60.0
-"""Age in seconds below which a directory may be one that its owner has not locked yet."""
+"""Age in seconds below which a directory's owner may not have locked it yet."""
 
 
 class Scratch:
-    """Temporary directory of one worker process, with a lock (flock) that its owner holds while it lives.
-    ``remove`` deletes it; after a kill of the owner, the next start does."""
+    """Temporary directory of one worker process, with a lock (flock) of the pool's process, the owner.
+    ``remove`` deletes it; if the owner is killed, ``remove_abandoned`` of the next pool does."""
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix=_PREFIX)
@@ -44,8 +44,7 @@ class Scratch:
 
 
 def remove_abandoned() -> None:
-    """Delete this user's directories whose owner was killed, unless fresh. Never raises; stops after
-    SWEEP_S."""
+    """Delete this user's directories whose owner was killed, unless fresh, within SWEEP_S. Never raises."""
     deadline = time.monotonic() + SWEEP_S
     with suppress(OSError):
         for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
@@ -61,9 +60,9 @@ def remove_abandoned() -> None:
 
 
 def remove_tree(path: str, limit_s: float = SWEEP_S) -> bool:
-    """Delete a directory with its content; return whether it is gone. Never raises, follows no links.
-    Untrusted programs wrote the content, so its depth may exceed path, recursion and open-file limits: inner
-    directories are moved to the top and deleted there. After ``limit_s`` seconds the rest remains."""
+    """Delete a directory with its content; return whether it is gone. Never raises, and follows no links.
+    Untrusted programs wrote the content, and its depth may exceed path, recursion and open-file limits: inner
+    directories are moved to the top and deleted there. After ``limit_s`` seconds the rest stays."""
     deadline = time.monotonic() + limit_s
     with suppress(OSError):
         top = os.open(path, _FOLDER)
@@ -76,7 +75,7 @@ def remove_tree(path: str, limit_s: float = SWEEP_S) -> bool:
 
 
 def _empty(top: int, deadline: float) -> None:
-    """Delete the content of directory descriptor ``top``; what a folder in it holds is moved up first."""
+    """Delete the content of directory descriptor ``top``; the folders in a folder are moved up first."""
     names = _unlink_files(top, deadline)
     while names and time.monotonic() < deadline:
         name = names.pop()
@@ -92,7 +91,7 @@ def _empty(top: int, deadline: float) -> None:
 
 
 def _unlink_files(folder: int, deadline: float) -> list[str]:
-    """Delete everything except directories, which become accessible to their owner; return their names."""
+    """Delete everything except directories; make these accessible to their owner and return their names."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -1,15 +1,15 @@
-"""Worker's side of a ``WorkerPool`` (pool.py): ``serve`` answers its calls until the input ends.
+"""The worker's side of a ``WorkerPool`` (pool.py): ``serve`` answers the pool's calls until the input ends.
 
-The ``main`` of a worker program calls it; ``prepare`` takes the settings and returns the functions as
-``Prepared``. The pool sends JSON lines on standard input, first the settings, then any number of calls:
+The ``main`` of a worker program calls ``serve(prepare)``; ``prepare`` takes the settings and returns the
+functions, as ``Prepared``. The pool sends JSON lines on standard input, first the settings, then calls:
 
     settings                                    {"notes", "is_async"}, or {"problem"}, after which it ends
     {"id", "function", "question", "limit_s"}   {"id", "answer"}, or {"id", "failure", "detail", ...}
     {"id", "cancel": true}                      the answer of that call, soon
 
 Plain functions answer one call at a time in the main thread, async functions any number in an event loop. The
-command's last argument, LIFELINE, is a pipe's descriptor: when it closes, the parent has ended, and the
-kernel kills this process. Imports no third-party package, so that a program starts fast, in any interpreter.
+command's last argument, the lifeline, is a pipe's descriptor: when it closes, the parent has ended, and this
+process is killed. Imports no third-party package, so that a program starts fast, in any interpreter.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _LONGEST_LINE = 256 << 20  # maximum bytes of a call of an async program
 
 @dataclass(frozen=True)
 class Prepared:
-    """What ``prepare`` returns: a worker program's functions, memory limit, and notes for the user."""
+    """Result of a worker program's ``prepare``: its functions, memory limit, and notes for the user."""
 
     functions: Mapping[str, Callable[[Any], Any]]
     """Functions of one argument, the question, by name: all plain or all async (``async def``)."""
     memory_limit_mb: int
-    """Memory for all calls of the process together, beyond what ``prepare`` has mapped."""
+    """Address space for all calls together, beyond what ``prepare`` has mapped, in 2^20 bytes."""
     notes: Sequence[str] = ()
     """Texts for the user."""
     own_files: Sequence[str] = ()
@@ -56,9 +56,9 @@ class Prepared:
 
 
 def serve(prepare: Callable[[Any], Prepared]) -> None:
-    """Answer calls until the input ends; the command's last argument is the lifeline's descriptor.
-    ``prepare`` takes the settings and imports dependencies before memory is limited; the pool raises its
-    ConfigError."""
+    """Answer calls until the input ends. ``prepare`` takes the settings and imports dependencies, before
+    memory is limited; its ConfigError is raised in the pool. Takes over standard input and output: what
+    functions print goes to stderr."""
     die_with_parent(int(sys.argv[-1]))
     ignore_signals()
     calls, answers = _private_channel()
@@ -79,7 +79,7 @@ def serve(prepare: Callable[[Any], Prepared]) -> None:
 
 
 def _private_channel() -> tuple[BinaryIO, BinaryIO]:
-    """Return private files for calls and answers; redirect the functions' prints to stderr."""
+    """Return private files for calls and answers; redirect what functions print to stderr."""
     calls, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -88,7 +88,7 @@ def _private_channel() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _limit_memory(megabytes: int) -> None:
-    """Limit the address space to the current size plus ``megabytes``; libraries map more than they use."""
+    """Limit the address space to its current size plus ``megabytes``: libraries map more than they use."""
     with open("/proc/self/statm") as file:
         present = int(file.read().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -160,7 +160,8 @@ async def _answer_many(prepared: Prepared, calls: BinaryIO, answers: BinaryIO) -
 
 
 async def _awaited_answer(prepared: Prepared, call: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of an async function, which its limit cancels. Raises only if the pool cancels it."""
+    """Return the answer of an async function, or its failure; cancel it at its limit. Raises only
+    CancelledError, if the pool cancels it."""
     clock, task = asyncio.timeout(call["limit_s"]), asyncio.current_task()
     assert task is not None
     _clocks[task] = clock
@@ -186,7 +187,7 @@ def _raised(error: BaseException, own_files: Sequence[str]) -> dict[str, Any]:
 
 def described(error: BaseException, own_files: Sequence[str]) -> dict[str, str]:
     """Return an error's ``detail`` (``repr``), ``traceback`` (without leading frames of ``own_files``) and
-    ``place``, the error type and the line that raised it, which identify a bug."""
+    ``place``: its type and the line that raised it, which identify a bug."""
     kind, frames, ours = type(error).__name__, error.__traceback__, (__file__, *own_files)
     while frames and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next

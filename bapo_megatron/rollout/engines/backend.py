@@ -1,8 +1,8 @@
-"""Abstract factory of inference engines of one kind, and the factory of the engine in the sampler's process.
+"""Backends of inference engines: the base class ``EngineBackend``, and ``LocalBackend``, without servers.
 
-``engine_backend(name)`` returns the ``EngineBackend`` that `rollout.engine` names: ``local``
-(``LocalBackend``), ``sglang``, or a user's class by its import path. A backend checks the settings, starts
-servers and makes clients (``interfaces.Engine``).
+``engine_backend(name)`` returns an instance of the class that `rollout.engine` selects: ``local``, ``sglang``
+or a user's subclass by import path. A backend checks the settings, starts servers on rank 0, and creates the
+engines (``interfaces.Engine``) in the process that samples: the sampler process or `bapo eval`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 
 class EngineError(RuntimeError):
-    """An engine refused, hung or gave an invalid answer; its state is unknown. The message names it."""
+    """An engine refused a call, hung or answered invalidly; its state is unknown. The message names it."""
 
 
 class EngineServers:
-    """Servers of a run, on rank 0: their addresses, and calls to end, restart and hold them while the policy
-    has their GPUs. This base class has no servers. ``EngineBackend.serve`` ends the servers that the run
-    started. ``start`` and ``end`` may block."""
+    """A run's engine servers, as the trainer's rank 0 sees them: addresses and GPU numbers, ``heed`` for the
+    sampler's events, and ``hold``, ``end`` and ``start`` for the GPU hand-over; the last two may block. This
+    base class has no servers, and its methods do nothing."""
 
     urls: Sequence[str] = ()
     gpus: Mapping[str, Sequence[int]] = MappingProxyType({})
@@ -48,27 +48,27 @@ class EngineServers:
         """Suspend restarts until ``start``: the policy has the GPUs."""
 
     def running(self) -> list[str]:
-        """Return the addresses of servers with a live process; held servers are not restarted."""
+        """Return the addresses of the servers whose process is alive."""
         return list(self.urls)
 
     def end(self, spared: Collection[str] = ()) -> None:
         """Kill all servers except those at the addresses ``spared``, and wait until they are gone."""
 
     def start(self) -> None:
-        """Start the servers that do not run, and resume restarts. Only the first call waits until ready."""
+        """Start the servers that are not running, and resume restarts. The first call waits until ready."""
 
 
 class EngineBackend(ABC):
     """Abstract factory of one kind of engine. A subclass must define ``open``, which returns the engines
     (clients, or models in this process); the other methods have defaults that suit an engine without servers.
 
-    Order: ``check`` in preflight; ``serve`` on rank 0; ``open`` in the process that samples, with the
-    addresses from ``serve``. Settings are ``rollout.engine_config``: the ``RolloutConfig`` field with the
-    backend's name, ``custom_engine`` for an import path, or the defaults of ``EngineConfig`` (``local``).
+    Order: ``check`` and ``check_weights`` before a run; ``serve`` on rank 0; ``open`` in the process that
+    samples, with the addresses from ``serve``. Settings are ``rollout.engine_config``: the ``RolloutConfig``
+    field with the backend's name, ``custom_engine`` for an import path, or for ``local`` the defaults.
     """
 
     rounds = False
-    """Whether groups open only when none is open, so that batch-dependent engines form the same batches."""
+    """Whether groups open only when none is open, so that an engine forms the same batches in every run."""
 
     returns_routes = False
     """Whether its engines return requested routes (``GenerateRequest.routes``)."""
@@ -81,7 +81,7 @@ class EngineBackend(ABC):
 
     def prepare_process(self, rollout: RolloutConfig, cuda: bool) -> None:  # noqa: B027 (most share no group)
         """Set the environment variables that training and engine processes must share. Called on every rank
-        before its first process group: NCCL reads its settings once. ``cuda``: whether it trains on a GPU."""
+        before its first process group: NCCL reads them once. ``cuda``: whether the rank trains on a GPU."""
 
     def check_weights(self, hf_path: Path) -> None:  # noqa: B027 (most engines load what transformers loads)
         """Raise ConfigError if the engines cannot load the model's folder as it is stored."""
@@ -89,7 +89,8 @@ class EngineBackend(ABC):
     def serve(
         self, config: RunConfig, cuda: bool, on_event: OnEvent
     ) -> AbstractContextManager[EngineServers]:
-        """Return a context of ready servers; those that the run starts end with it. Rank 0 only."""
+        """Return a context manager of the servers, ready or, if colocated, held; on exit it ends those that
+        the run started. Rank 0 only."""
         return nullcontext(EngineServers())
 
     def max_in_flight(self, rollout: RolloutConfig) -> int:
@@ -101,20 +102,20 @@ class EngineBackend(ABC):
         return False
 
     def weight_digester(self, rollout: RolloutConfig, hf_path: Path, device: str) -> MakeDigester | None:
-        """Return the factory of expected digests, for trainers on ``device``; None for no comparison."""
+        """Return the factory of digesters for a trainer on ``device``; None: no digests are sent."""
         return partial(UnknownDigests, f"{type(self).__name__} defines no weight_digester")
 
     @abstractmethod
     async def open(
         self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
     ) -> list[Engine]:
-        """Return the engines, created in the event loop that uses them; pushes resources onto ``opened``.
+        """Return the engines, created in the event loop that uses them; ``opened`` closes their resources.
         ``urls``: server addresses. ``device``: the device of an engine in this process."""
 
 
 class LocalBackend(EngineBackend):
-    """Backend of ``LocalEngine``, a Hugging Face model in the sampler's process. Samples in rounds (requests
-    of a round form one batch), because the last bits of its log-probs depend on the batch."""
+    """Backend of ``LocalEngine``, a Hugging Face model in the process that samples. Training samples in
+    rounds, because the last bits of this engine's log-probs depend on the batch."""
 
     rounds = True
     returns_routes = True
@@ -144,7 +145,8 @@ BACKENDS = {
 
 
 def engine_backend(engine: str, field: str = "rollout.engine") -> EngineBackend:
-    """Return the backend named by `rollout.engine`. Raises ConfigError if it is unknown."""
+    """Return a new backend of the class ``engine``, the value of `rollout.engine` or another ``field``.
+    Raises ConfigError if it is unknown or not an ``EngineBackend``."""
     path = BACKENDS.get(engine, engine)
     if ":" not in path:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""``open_pool``, which builds a run's ``EnginePool``, and the pool of engines on the policy's GPUs.
+"""``open_pool``, which builds a run's ``EnginePool``, and ``ColocatedPool`` for engines on the policy's GPUs.
 
-The trainer's GPU hand-over (``trainer/gpu_handover.py``) calls ``ColocatedPool`` through ``SamplerClient`` to
-put these engines to sleep (free their GPU memory), wake them, and load weights.
+A pool lives in the sampler process or `bapo eval`. The trainer's GPU hand-over (``trainer/gpu_handover.py``)
+calls ``ColocatedPool`` through ``SamplerClient``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ async def open_pool(
     opened: AsyncExitStack,
     max_in_flight: int | None = None,
 ) -> EnginePool:
-    """Return a run's engine pool, which ``opened`` closes. Other arguments as in `EngineBackend.open`.
-    ``max_in_flight``: most requests in flight on each engine, in place of the backend's setting."""
+    """Return a run's engine pool, which ``opened`` closes; arguments as in `EngineBackend.open`. Raises
+    ConfigError if the engines cannot be colocated or lack the weight transport. ``max_in_flight``: most
+    requests in flight on each engine, in place of the backend's setting."""
     rollout = config.rollout
     backend = engine_backend(rollout.engine)
     engines = await backend.open(config, urls, device, opened)
@@ -62,13 +63,14 @@ def _check_transport(backend: str, sync: str, engines: Sequence[Engine]) -> None
 
 
 class ColocatedPool(EnginePool):
-    """``EnginePool`` of colocated engines, which sleep while the policy trains; all are held initially.
+    """``EnginePool`` of engines that sleep while the policy trains on their GPUs; the GPU hand-over calls it.
 
-        admit -> sample -> release -> (the policy trains; new weights are announced) -> wake -> admit -> ...
+        admit -> sample -> release -> (the policy trains) -> wake, or WeightUpdates for IPC -> admit -> ...
 
-    A held engine gets no requests or weights. ``release`` frees GPU memory and ``wake`` takes it back; both
-    return the names of the engines on which they succeeded. The others stay held with memory in an unknown
-    state: end their servers before ``admit``.
+    A held engine gets no requests, health checks or recovery; initially all are held. ``release`` holds all,
+    aborts their requests and frees their GPU memory. ``wake`` takes it back, loads the weights, and lets an
+    engine sample. Both return the names of the engines on which they succeeded; the memory of the others is
+    in an unknown state, so kill their servers before ``admit``, which ends the hold on all.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -82,7 +84,7 @@ class ColocatedPool(EnginePool):
         """Names of quarantined engines found without that version, or that failed the check."""
 
     async def release(self) -> list[str]:
-        """Hold all engines, abort requests and release memory; returns names of engines that released it."""
+        """Hold all engines, abort requests, release memory; return the names of those that released it."""
         # Hold all before the first await: a releasing engine must get no request and no weights.
         for slot in self._slots:
             slot.is_held = True
@@ -92,7 +94,7 @@ class ColocatedPool(EnginePool):
         return [slot.engine.name for slot, done in zip(up, released, strict=True) if done]
 
     async def wake(self, names: Collection[str]) -> list[str]:
-        """Wake engines with the current weights from their folder; returns the names of those that sample."""
+        """Wake engines with the current weights from their folder; return the names of those that sample."""
         sleeping = self.named(names)
         # Expect all before the first loads: the digest quorum waits for engines that still load.
         for slot in sleeping:
@@ -101,18 +103,18 @@ class ColocatedPool(EnginePool):
         return [slot.engine.name for slot, done in zip(sleeping, woken, strict=True) if done]
 
     def expect_handles(self, version: int) -> None:
-        """Announce ``version``, which is in no folder: ``WeightUpdates`` loads it by handles on wake-up."""
+        """Announce weights that are in no folder: ``WeightUpdates`` wakes engines with them, by handles."""
         self._weights = None
         self._ipc_weights = version, DigestQuorum(self._timeouts.silent_s)
         self._without_weights.clear()
 
     def resumed(self, version: int, slots: Collection[EngineSlot]) -> None:
-        """Mark receivers of weights by handles ready; the other engines stay held until ``admit``."""
+        """Let the receivers of weights by handles sample; the other engines stay held until ``admit``."""
         for slot in slots:
             self._resume_sampling(slot, version)
 
     async def admit(self) -> None:
-        """Unhold all engines; one that is down takes requests after a health check and a weight load."""
+        """End the hold on all engines; one that is down returns once it answers and has the weights."""
         for slot in self._slots:
             slot.is_held = False
             self._restart_timeouts(slot)
@@ -125,8 +127,8 @@ class ColocatedPool(EnginePool):
 
     @property
     def needs_weights(self) -> bool:
-        """Whether no engine works and some were found without the weights sent by handles; the others too,
-        or they are silent: their servers may never start again."""
+        """Whether the trainer must push the weights again: no engine works, at least one lacks the weights
+        sent by handles, and the others lack them too or are silent (their servers may never restart)."""
         since = self._clock.now() - self._timeouts.hang_s
         missing = self._without_weights
         others = [slot for slot in self._slots if slot.engine.name not in missing]

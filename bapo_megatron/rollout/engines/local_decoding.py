@@ -1,12 +1,12 @@
 """Batched autoregressive decoding with a Hugging Face model: requests in, generations with log-probs out.
 
-``Decoding(model, requests, recorder)`` holds one batch: call ``step`` (one token for every open row) until
-``done``, then ``results``. Tokens are drawn by inverse CDF, independent of the other rows:
+``LocalModel`` (local_engine.py) calls ``Decoding``, which decodes one batch, one token of every open row per
+``step``. Tokens are drawn by inverse CDF, independently of the other rows, or greedily at temperature 0:
 
     token = min { v : sum_{u <= v} p_u >= draw },  p = softmax(logits / temperature),  draw in (0, 1]
 
-Shapes: ``_N`` requests, ``_B`` rows still in the batch, ``_U`` distinct prompts, ``_L`` padded prompt, ``_R``
-longest response, ``_V`` vocabulary, ``_LK`` layers and experts of a token.
+Shapes (suffixes of names): ``_N`` requests, ``_B`` rows still in the batch, ``_U`` distinct prompts, ``_L``
+padded prompt, ``_R`` longest response, ``_V`` vocabulary, ``_LK`` layers and experts per token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bapo_megatron.types import FinishReason, GenerateRequest, Generation
 
 def draws_R(request: GenerateRequest) -> np.ndarray:
     """Return a request's uniform draws in (0, 1], float64, one per token up to ``max_new_tokens``. With a
-    seed, a later segment skips the draws of its prefix: a response in segments equals an uncut one."""
+    seed, a later segment skips its prefix's draws: a response in segments equals one sampled in one piece."""
     params = request.params
     uniform = np.random.default_rng(params.seed).random(request.prefix_tokens + params.max_new_tokens)
     return 1.0 - uniform[request.prefix_tokens :]
@@ -61,8 +61,8 @@ BLOCK = 64
 
 
 class RouteRecorder:
-    """Recorder of a model's expert routes: a hook on each router keeps the chosen experts of the last forward
-    pass, and ``take`` returns them. Not thread-safe."""
+    """Recorder of a model's expert routes while ``is_on``: a hook on each router keeps the experts chosen in
+    a forward pass; ``take`` returns and clears those of each row's last position. Not thread-safe."""
 
     def __init__(self, model: Any) -> None:
         self.is_on = False
@@ -83,8 +83,8 @@ class RouteRecorder:
 
 
 class Decoding:
-    """Decoding of one batch of requests, left-padded so that all rows share a column. Call ``step`` until
-    ``done`` (or an abort), then ``results``, which returns the generations. Calls block."""
+    """Decoding of one batch of requests, left-padded so that all prompts end in the same column. Call
+    ``step`` until ``done`` (or an abort), then ``results``, which returns the generations. Calls block."""
 
     def __init__(self, model: Any, requests: Sequence[GenerateRequest], recorder: RouteRecorder) -> None:
         self._model = model
@@ -237,7 +237,7 @@ class Decoding:
 
 
 def block_cache(model_config: Any) -> DynamicCache:
-    """Return an empty cache for a model; sliding-window layers keep transformers' class."""
+    """Return a model's empty cache, of the layer classes below; other kinds keep transformers' class."""
     cache = DynamicCache(config=model_config)
     own = {DynamicLayer: BlockLayer, LinearAttentionLayer: StateLayer}
     cache.layers = [own.get(type(layer), lambda layer=layer: layer)() for layer in cache.layers]
@@ -245,7 +245,7 @@ def block_cache(model_config: Any) -> DynamicCache:
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """Cache of one linear-attention layer for transformers, from which finished rows can be dropped."""
+    """transformers' cache of one linear-attention layer, whose rows can be dropped or repeated."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)

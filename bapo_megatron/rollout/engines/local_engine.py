@@ -1,9 +1,9 @@
 """The ``local`` engine: a Hugging Face model in this process as an async ``interfaces.Engine``.
 
-``LocalEngine(LocalModel(hf_path, max_batch))`` serves any causal language model in transformers, and suits
-small ones. Requests that wait when the model becomes free form one batch. Tokens depend on the request (seed,
-prefix), the weights and, only by rounding in matrix products, the batch: with ``LocalBackend.rounds``, a run
-without overlap is reproducible.
+``LocalEngine(LocalModel(hf_path, max_batch))`` serves any causal language model of transformers; it is meant
+for small ones. Requests that wait when the model becomes free are decoded together. Tokens depend on the
+request (seed, prefix), the weights and, through rounding in matrix products, the batch. As
+``LocalBackend.rounds`` fixes the batches, a run without overlap is reproducible.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ _BODY = "model."
 
 
 class LocalEngine:
-    """``Engine`` of a ``LocalModel``: async calls, computed in threads. Construct it inside the event loop.
-    If a folder has wrong weights, ``load`` raises and the old ones stay. A request after ``close`` raises
-    RuntimeError."""
+    """``Engine`` with a ``LocalModel``, which computes in threads. Construct it inside the event loop. If a
+    folder has wrong weights, ``load`` raises and the old ones stay. After ``close``, ``generate`` raises."""
 
     name = "local"
 
@@ -125,9 +124,9 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
 
 
 class LocalModel:
-    """Blocking, thread-safe model of ``LocalEngine``: ``generate`` decodes a batch; ``stage`` and ``commit``
-    replace the weights between two tokens. Each decode step holds the lock ``_gate``. A replacement sets a
-    flag, then takes the lock, and decoding checks the flag before each step; without it the decoding thread
+    """Blocking, thread-safe model of ``LocalEngine``: ``generate`` decodes requests in batches; ``stage`` and
+    ``commit`` replace the weights between two tokens. Each decode step holds the lock ``_gate``. ``commit``
+    sets a flag, then takes the lock, and decoding waits while the flag is set; otherwise the decoding thread
     would retake the lock before the waiter wakes up."""
 
     def __init__(
@@ -137,7 +136,7 @@ class LocalModel:
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: str = "cpu",
     ) -> None:
-        """Load the folder ``hf_path`` as version 0; at most ``max_batch`` requests decode together."""
+        """Load the folder ``hf_path`` as version 0. ``max_batch``: most requests decoded together."""
         choose_vector_kernels()
         self._model = _load(hf_path, dtype, device)
         vocabulary = self._model.get_input_embeddings().num_embeddings
@@ -159,7 +158,7 @@ class LocalModel:
         return self._version
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Return the answers to valid requests, in order."""
+        """Return the answers to valid requests, in order; after ``abort`` with the tokens so far."""
         ticket = self._abort_ticket
         # Sorting by length reduces padding.
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].input_ids))
@@ -190,7 +189,7 @@ class LocalModel:
         self._abort_ticket = object()
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Return a copy of new weights for ``commit``. Raises ValueError unless names and shapes match."""
+        """Return a checked copy of new weights for ``commit``, as in ``ModelWeights.stage``."""
         return self._weights.stage(weights)
 
     def commit(self, staged: dict[str, Tensor], version: int) -> None:
@@ -210,11 +209,11 @@ class LocalModel:
 
 
 class ModelWeights:
-    """Parameters of a Hugging Face model by name, replaced all or none; tied ones count once. ``stage``
-    returns a checked copy of new ones, ``commit`` puts it into the model. ``LocalModel`` does the locking."""
+    """Parameters of a Hugging Face model, by their names in its folder; tied ones count once. ``stage``
+    returns a checked copy of a complete set, ``commit`` writes it into the model. ``LocalModel`` locks."""
 
     def __init__(self, model: Any, body: str = _BODY) -> None:
-        """``body``: the folder's name prefix, which replaces the text model's prefix in transformers."""
+        """``body``: prefix of names in the folder, in place of the text model's prefix in transformers."""
 
         def named(**options: bool) -> dict[str, Tensor]:
             every = model.named_parameters(**options)
@@ -231,7 +230,7 @@ class ModelWeights:
             self._own |= {own: tensor.detach()[place] for own, place in experts.items()} or {name: tensor}
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copy weights to the model's dtype and device. Raises ValueError if names or shapes differ."""
+        """Copy weights to the model's dtype and device. Raises ValueError unless names and shapes match."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
         return {
             name: tensor.detach().to(self._own[name].device, self._own[name].dtype, copy=True)

@@ -1,9 +1,9 @@
 """Engine pool: load balancing, weight updates, health checks and recovery of a run's inference engines.
 
-Call ``EnginePool``. An engine that refuses, hangs, crashes, gives an invalid answer or reports wrong weights
-goes into quarantine: its requests raise EngineLost at once, and callers send them to other engines. It takes
-requests again after a health check and a verified weight load. A pool lives in one event loop, of the
-sampler's process or `bapo eval`.
+``EnginePool`` lives in one event loop, of the sampler process or `bapo eval`. An engine that refuses a call,
+hangs, crashes, answers invalidly or reports wrong weights goes into quarantine: its requests immediately
+raise EngineLost, and callers send them to other engines. It takes requests again once it answers health
+checks and has loaded the current weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LATE_S = 1.0
 
 
 class EngineLost(Exception):
-    """Error of ``EnginePool.generate``: the engine went into quarantine; another one may take the request."""
+    """``EnginePool.generate`` failed: the engine went into quarantine; another one may take the request."""
 
     def __init__(self, message: str, by_this_request: bool = False) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class EngineLost(Exception):
 
 
 class EnginesGone(Exception):
-    """Error of ``EnginePool.check``: no engine of the run has worked for the given minutes."""
+    """Raised by ``EnginePool.check``: no engine has worked for the given minutes, so the run must stop."""
 
 
 class EnginePool:
@@ -64,8 +64,8 @@ class EnginePool:
     Construct it in a running loop. An engine takes requests once it has weights, from ``update`` (a folder),
     a broadcast or, in a ``ColocatedPool``, a wake-up. For a request call ``reserve``, which never waits and
     returns an ``EngineSlot`` or None (``changed`` is set when an engine may have room), then ``generate``;
-    afterwards lower ``slot.load`` by 1 and set ``changed``. ``max_in_flight`` limits an engine's requests,
-    except those ``over_capacity``.
+    afterwards the caller lowers ``slot.load`` by 1 and sets ``changed``. ``max_in_flight`` limits each
+    engine's requests, except those reserved ``over_capacity``.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class EnginePool:
 
     def reserve(self, over_capacity: bool = False, cached: CachedPrefix | None = None) -> EngineSlot | None:
         """Reserve an engine for a request (``pool_state.choose``) and return it; None if none has room.
-        ``over_capacity``: accept a full engine (the trainer waits). ``cached``: cache of the last segment."""
+        ``over_capacity``: accept a full engine (the trainer waits). ``cached``: from the last segment."""
         most = math.inf if over_capacity else self._max_in_flight
         free = [slot for slot in self._slots if slot.is_up and not slot.is_held and slot.load < most]
         if not free:
@@ -132,9 +132,9 @@ class EnginePool:
     async def generate(
         self, slot: EngineSlot, request: GenerateRequest, is_known: Callable[[int], bool], expected: str
     ) -> Generation:
-        """Send a request to its reserved engine and return the answer. Raises ValueError if it is malformed,
-        EngineLost if the engine fails (also on another request) or answers with tokens of weights older than
-        its last load or not ``is_known``; ``expected`` describes the known weights in the error."""
+        """Send a request to its reserved engine and return the answer. Raises ValueError if it is malformed;
+        quarantines the engine and raises EngineLost if it fails (also on another request) or answers with
+        tokens of weights older than its last load or not ``is_known``, described by ``expected``."""
         version = slot.version
         request_task = asyncio.ensure_future(slot.engine.generate(request))
         slot.inflight.add(request_task)
@@ -208,8 +208,8 @@ class EnginePool:
         await asyncio.gather(*(self.or_quarantine(slot, slot.engine.abort(), limit_s) for slot in up))
 
     async def update(self, folder: Path, version: int) -> None:
-        """Load the weights in ``folder`` into every working engine, and into the others once they recover.
-        Returns when each working engine has loaded them or is in quarantine; engine errors are not raised."""
+        """Load the weights in ``folder`` into every working engine (all, if none works), and into the others
+        once they recover. Returns when each has loaded or is in quarantine; engine errors are not raised."""
         load_s = load_seconds(folder, self._timeouts.update_s)
         quorum = self.quorum(version, SentDigests.read(folder))
         # Before the loads: an engine that recovers meanwhile must get these weights, not the previous ones.
@@ -218,8 +218,8 @@ class EnginePool:
         await asyncio.gather(*(self._update(slot) for slot in up or self._slots))
 
     async def gather(self) -> list[EngineSlot]:
-        """Return the engines that answer, for a weight broadcast; no other recovers until it has ended."""
-        # First: no engine may recover from an older version's folder during the broadcast.
+        """Return the engines that answer, for a broadcast. Other engines recover only with later weights."""
+        # First: no engine may recover with an older version's folder during the broadcast.
         self._weights = None
         answering = await asyncio.gather(*map(self._answers, self._slots))
         return [
@@ -227,8 +227,8 @@ class EnginePool:
         ]
 
     async def _answers(self, slot: EngineSlot) -> bool:
-        """Return whether an engine answers. A working one, which may be busy, is asked again until it has
-        been silent for too long: one that misses a broadcast loses its requests."""
+        """Return whether an engine answers. A working one, which may be busy, is asked again for up to
+        ``silent_s``: an engine that misses a broadcast loses its requests."""
         until = self._clock.now() + self._timeouts.silent_s
         while not (answers := await self._check_health(slot)) and slot.is_up and self._clock.now() < until:
             await asyncio.sleep(self._timeouts.heartbeat_s)
@@ -300,7 +300,7 @@ class EnginePool:
     async def or_quarantine(
         self, slot: EngineSlot, call: Coroutine[Any, Any, Any], limit_s: float | None = None
     ) -> bool:
-        """Await a control call under health checks. Quarantines the engine and returns False on failure."""
+        """Await a control call under health checks. If it fails, quarantine the engine and return False."""
         task = asyncio.create_task(call)
         reason = await self._failure(slot, task, self._timeouts.update_s if limit_s is None else limit_s)
         if reason is None:
@@ -313,7 +313,7 @@ class EnginePool:
         return False
 
     async def _failure(self, slot: EngineSlot, call: asyncio.Task[Any], limit_s: float) -> str | None:
-        """Await a control call; returns its failure as text, or None. Cancels it early on a silent engine."""
+        """Await a control call; return its failure as text, or None. Cancels it if the engine is silent."""
         began = self._clock.now()
         before_s = late_s = self._clock.late_s
         slot.last_answer_at = began
@@ -345,7 +345,7 @@ class EnginePool:
         return reason
 
     async def _check_health(self, slot: EngineSlot) -> bool:
-        """Return whether the engine answers. Failure during event loop lag does not count as silence."""
+        """Return whether the engine answers. A failure during event loop lag does not count as silence."""
         began, late_s = self._clock.now(), self._clock.late_s
         if not await slot.engine.is_alive():
             if self._clock.late_s - late_s > _LATE_S:  # this process may have read the answer too late
@@ -355,7 +355,7 @@ class EnginePool:
         return True
 
     def _report_hang(self, slot: EngineSlot, reason: str) -> None:
-        """Report that an engine hangs, so that its server is ended; repeats are spaced by growing backoff."""
+        """Report a hang, so that rank 0 restarts the server; repeated reports wait for a growing backoff."""
         now = self._clock.now()
         if now - slot.hang_reported_at >= slot.hang_report_backoff_s:
             slot.hang_reported_at = now

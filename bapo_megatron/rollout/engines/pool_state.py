@@ -1,7 +1,7 @@
-"""Data and rules of the engine pool: timeouts, clock, per-engine slots, current weights, choice of an engine.
+"""State and rules of the engine pool: timeouts, clock, engine slots, current weights, choice of an engine.
 
-``choose`` picks the engine for a request; ``load_seconds`` is the deadline of a weight load. ``EnginePool``
-changes the objects, in its event loop only.
+``choose`` returns the engine for a request, and ``load_seconds`` the deadline of a weight load. The objects
+belong to the event loop of an ``EnginePool``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bapo_megatron.rollout.engines.sent_weights import DigestQuorum
 from bapo_megatron.types import Generation
 
 LEAST_BYTES_PER_S = 100e6
-"""Slowest disk for a load's deadline, in bytes/s and engine: 65.5 GB (32B, bfloat16) may take 11 minutes."""
+"""Read rate of the slowest disk, in bytes/s per engine: 65.5 GB (32B, bfloat16) may take 11 minutes."""
 
 _TICK_S = 0.5
 
@@ -36,8 +36,7 @@ higher value loads would drift apart, and a recovered engine would stay empty.""
 
 @dataclass(frozen=True)
 class EngineTimeouts:
-    """Timeouts of the engine pool in seconds (checks, aborts, updates, hangs); a run sets only
-    ``update_s``."""
+    """Timeouts of the engine pool, in seconds; a recipe sets only ``update_s``, by ``update_minutes``."""
 
     heartbeat_s: float = 5.0
     """Interval between an engine's health checks."""
@@ -62,9 +61,9 @@ def read_seconds(weight_bytes: float) -> float:
 
 
 class LoopLagClock:
-    """Monotonic clock of one event loop, in seconds, which stands still while the loop lags: ``now``. An
-    answer that lies unread for half a minute, because ten thousand others arrived with it or the process was
-    stopped, must not count as engine silence. Construct it within the loop; it ticks until ``close``."""
+    """Clock of one event loop: ``now`` returns monotonic seconds, and stands still while the loop lags. An
+    answer that stays unread for half a minute, because ten thousand others arrived with it or the process was
+    stopped, must not count as an engine's silence. Construct it within the loop; it ticks until ``close``."""
 
     def __init__(self) -> None:
         self._late_s = 0.0
@@ -110,7 +109,7 @@ class EngineSlot:
     is_busy: bool = False
     """Whether it is loading weights."""
     is_held: bool = False
-    """Whether it gets no requests or weights because the policy has its GPU (colocated)."""
+    """Whether the policy has its GPU (colocated): no requests, health checks or recovery meanwhile."""
     backoff_s: float = 0.0
     """Extra seconds between health checks in quarantine, for a crash loop."""
     loads: int = 0
@@ -123,8 +122,8 @@ class EngineSlot:
 
 @dataclass(frozen=True, eq=False)
 class CurrentWeights:
-    """The current weights in an HF folder: version, the quorum that judges engines' digests, deadline of a
-    load. The pool holds one, or None while the newest weights are in no folder (broadcast, IPC)."""
+    """Current weights in an HF folder, with version, load deadline, and the quorum that checks digests. The
+    pool has one, or None while the newest weights are in no folder (broadcast, IPC)."""
 
     folder: Path
     version: int
@@ -133,7 +132,7 @@ class CurrentWeights:
     """Deadline of an engine's load, in seconds."""
 
     async def load(self, slot: EngineSlot) -> None:
-        """Load the weights into an engine; raises if its version or digest is wrong afterwards."""
+        """Load the weights into an engine. Raises RuntimeError if its version or digest is then wrong."""
         engine = slot.engine
         if not slot.is_up:
             # Orphaned requests of a quarantined engine were resent to other engines.
@@ -158,8 +157,8 @@ class CachedPrefix:
 
 
 def choose(free: Sequence[EngineSlot], capacity: int, cached: CachedPrefix | None) -> EngineSlot:
-    """Return the engine of ``free`` for a request: the one with its cached prefix, unless its load is far
-    above the least one (``AFFINITY_SURPLUS``). ``capacity``: most requests in flight on an engine."""
+    """Return the engine of ``free`` for a request: the least loaded, or the one with the cached prefix unless
+    its load is higher by over ``AFFINITY_SURPLUS`` of ``capacity`` (most requests in flight per engine)."""
     least = min(free, key=lambda slot: slot.load)
     if cached is None or cached.slot not in free or not cached.is_warm:
         return least

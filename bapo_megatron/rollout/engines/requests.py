@@ -1,8 +1,8 @@
-"""Generation requests of a run: tokenized dataset, seeds, stop tokens, and validation of a request.
+"""Helpers for generation requests: tokenized dataset, seeds, stop tokens, validation, decoding of responses.
 
-``check_request`` raises ValueError for invalid token ids or lengths, which can crash an engine.
-``stop_token_ids`` and ``limits_of`` read a model folder, ``response_text`` decodes a response, and
-``identity`` returns the settings that a resume must not change.
+Engines call ``check_request``, which raises ValueError for token ids or lengths that could crash them.
+``stop_token_ids`` and ``limits_of`` read a model folder; ``identity`` returns the settings of a run that a
+resume must not change. Nothing here calls an engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bapo_megatron.types import GenerateRequest, Generation, Prompt, ResponseTok
 
 @dataclass(frozen=True)
 class Dataset:
-    """A run's tokenized prompts, and the tokenizer that decodes responses and turns."""
+    """A run's tokenized prompts and stop tokens, and the tokenizer, which decodes responses and turns."""
 
     prompts: Sequence[Prompt]
     tokenizer: Any
@@ -52,9 +52,9 @@ class Dataset:
 
 
 def response_text(tokenizer: Any, ids: np.ndarray) -> str:
-    """Decode a response without special tokens, except thinking tags and single ordinary characters. Rewards
-    find the answer after the thinking tags, which some tokenizers mark special. Some models have ``!`` as a
-    special padding token: an answer's factorial must survive."""
+    """Decode a response without special tokens, except thinking tags and single characters. Rewards find the
+    answer after the thinking tags, which some tokenizers mark as special. Some models have ``!`` as a special
+    padding token, and an answer's factorial must survive."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {number: str(token) for number, token in added.items() if token.special}
     told = {number for number, text in special.items() if _is_told(text)}
@@ -68,7 +68,7 @@ def _is_told(special: str) -> bool:
 
 
 def prompt_of_turn(tokenizer: Any, prompt: Prompt, ids_R: np.ndarray, start: int) -> Prompt:
-    """Return the prompt for the turn that begins at response token ``start``, with ``opens_thinking`` from
+    """Return the prompt for the turn that begins at response token ``start``, with ``opens_thinking`` set by
     the tokens before it: R1's template opens a thought after a prompt, but not after a tool's answer."""
     if start == 0:
         return prompt
@@ -92,7 +92,7 @@ def limits_of(hf_path: Path) -> ModelLimits:
 
 
 def asked_routes(config: RunConfig) -> RouteShape | None:
-    """Return the shape of the routes that a run requests from its engines; None without routes or experts."""
+    """Return the shape of the routes that a run requests from its engines; None if it requests none."""
     if config.rollout.route_replay == "off":
         return None
     shape = read_model_shape(config.model.hf_path)
@@ -101,7 +101,7 @@ def asked_routes(config: RunConfig) -> RouteShape | None:
 
 
 def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
-    """Validate a request. Raises ValueError with its id and first mistake."""
+    """Raise ValueError, with the request's id and first mistake, if it is invalid."""
     if problem := next(_problems(request, limits), None):
         raise ValueError(f"request {request.request_id!r}: {problem}")
 
@@ -123,7 +123,7 @@ def _problems(request: GenerateRequest, limits: ModelLimits) -> Iterator[str]:
 
 
 def empty_generation(request: GenerateRequest) -> Generation:
-    """Return the answer without tokens to a request that was aborted before it began."""
+    """Return an answer without tokens, for a request that was aborted before it began."""
     return Generation(
         **ResponseTokens.joined([]).columns, request_id=request.request_id, finish_reason="abort"
     )
@@ -143,7 +143,7 @@ _LLAMAS_END = "<|eom_id|>"
 def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
     """Return the stop tokens: end-of-sequence ids of tokenizer, generation_config.json and config.json, and
     ``<|eom_id|>`` of every Llama 3, also R1-Distill-Llama. SGLang stops at all of them whatever a request
-    says, so every engine must. Raises ConfigError if a file cannot be read or names anything but ids."""
+    says, so every engine must. Raises ConfigError if a file is unreadable or its ids are not integers."""
     added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     stops = {tokenizer.eos_token_id, added.get(_LLAMAS_END)}
     for name in ("config.json", "generation_config.json"):
@@ -194,7 +194,7 @@ def _environment(config: RunConfig) -> str | dict[str, str | None] | None:
 
 
 def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
-    """Return a journal's identity: the settings behind its records, which a resume must not change."""
+    """Return the identity of a sampler's journal: the settings that a resume must not change, by name."""
     rollout, environment = config.rollout, _environment(config)
     # A version without environments compares the size, and so refuses such a journal with a clear message.
     optional: dict[str, Any] = {} if environment is None else {ENVIRONMENT: environment}

@@ -1,8 +1,8 @@
 """Verification of a weight sync: digests (hashes) of each engine's tensors, compared with those sent.
 
-The trainer wraps its weights in a ``DigestingIterator`` and gets ``SentDigests``; the engine pool's
-``DigestQuorum`` compares each engine's digest with them before the engine samples (DigestMismatch if wrong).
-If the sent digests are unknown, a quorum of engines decides, which misses a tensor that all engines lack.
+The trainer's rank 0 wraps its weights in a ``DigestingIterator`` and gets ``SentDigests``. In the sampler
+process ``DigestQuorum`` compares each engine's digest with them before the engine samples, and raises
+DigestMismatch. If the sent ones are unknown, it compares engines with each other, and misses shared errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMED = 3
 
 
 class TensorDigests(str):
-    """An engine's digest of all its weights (a ``str``), with each tensor's as ``ranks[rank][name]``."""
+    """An engine's digest of all its weights, a ``str``, with each tensor's digest: ``ranks[rank][name]``."""
 
     ranks: Sequence[Mapping[str, str]]
 
@@ -42,8 +42,7 @@ class TensorDigests(str):
 @dataclass(frozen=True)
 class SentDigests:
     """Digests that each engine must report after a load, by engine rank and tensor name, or why they are
-    unknown. ``write`` and ``read`` keep them in a weight folder; other transports send them after the
-    weights."""
+    unknown. ``write`` stores them in a weight folder; other transports send them after the weights."""
 
     ranks: tuple[Mapping[str, str], ...] = ()
     """For each engine rank, tensor digests by the engine's tensor name."""
@@ -66,18 +65,18 @@ class SentDigests:
 
 
 class WeightDigester(Protocol):
-    """Hash of one weight version in the engine's tensor layout (protocol): ``add`` each Hugging Face tensor,
-    then ``result`` returns the ``SentDigests``."""
+    """Protocol of a hasher of one weight version in the engines' tensor layout: ``add`` each Hugging Face
+    tensor, then ``result`` returns the ``SentDigests``."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a whole tensor by its Hugging Face name. Raises ValueError if its engine layout is unknown."""
+        """Add an unsharded tensor by its Hugging Face name. Raises ValueError if its layout is unknown."""
 
     def result(self) -> SentDigests:
         """Return the digests after the last tensor. Raises ValueError if they are unknown."""
 
 
 MakeDigester = Callable[[], WeightDigester]
-"""Factory of the digester of one weight version; None where nothing is compared."""
+"""Factory of the ``WeightDigester`` of one weight version."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,8 @@ class UnknownDigests:
 
 
 class DigestingIterator:
-    """Iterator over (name, tensor) that hashes the tensors as they pass; ``sent`` then returns the digests. A
-    failing hash only makes them unknown: the iteration is an all-gather in which other ranks take part."""
+    """Iterable of (name, tensor) that hashes the tensors it yields; ``sent`` then returns their digests. A
+    failing hash only makes these unknown: the iteration is an all-gather in which other ranks take part."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]], make: MakeDigester | None) -> None:
         self._weights = weights
@@ -112,7 +111,7 @@ class DigestingIterator:
             yield name, tensor
 
     def sent(self) -> SentDigests | None:
-        """Return the digests of all weights; None where nothing is compared."""
+        """Return the digests of all weights; None if there is no digester."""
         if self._digester is None:
             return None
         try:
@@ -122,11 +121,13 @@ class DigestingIterator:
 
 
 class DigestMismatch(RuntimeError):
-    """An engine's weights differ from those sent or from the other engines': it must not sample."""
+    """An engine's weights differ from those sent, or from the other engines' weights: it must not sample."""
 
 
 class SentCheck:
-    """Comparison of engines' digests with those sent; reports each reason not to compare once (event)."""
+    """Comparison of engines' digests with the sent ones, for ``DigestQuorum``: ``is_sent`` returns True if
+    they are equal, False if it cannot tell, and raises DigestMismatch if they differ. The first match, and
+    once each reason why it cannot tell, are reported as run events."""
 
     def __init__(self, report: Callable[..., None]) -> None:
         self._report = report
@@ -134,8 +135,8 @@ class SentCheck:
         self._has_matched = False
 
     def is_sent(self, sent: SentDigests | None, engine: str, digest: str) -> bool:
-        """Return whether an engine has the weights ``sent``; False if unknown. Raises DigestMismatch on other
-        weights. A complete mismatch before the first match counts as a different hash function."""
+        """Return whether an engine is known to have the weights ``sent``. Raises DigestMismatch if it has
+        others; if no tensor matches and no engine ever matched, it must use another hash: returns False."""
         if sent is None:
             return False
         if reason := sent.unknown or _incomparable(digest, sent):
@@ -164,7 +165,7 @@ class SentCheck:
 
 @dataclass
 class _DigestDiff:
-    """Differences of sent and reported digests ("NAME on rank R"), and the number of equal digests."""
+    """Tensors whose sent and reported digests differ ("NAME on rank R"), and the number of equal digests."""
 
     matching: int = 0
     differing: list[str] = field(default_factory=list)
@@ -202,17 +203,17 @@ def _some(names: Sequence[str]) -> str:
 
 
 IsSent = Callable[[str, str], bool]
-"""``SentCheck.is_sent`` for one version: (engine name, digest) to whether they are the sent weights'."""
+"""``SentCheck.is_sent`` of one version: (engine name, digest) to whether these are the sent weights."""
 
 
 class DigestQuorum:
-    """Judge of the engines' digests of one weight version, in the engine pool's event loop.
+    """Check of the engines' digests of one weight version, in the engine pool's event loop.
 
-    For each engine call ``expect`` before its load, ``confirm`` with its digest, which waits for the verdict
-    and raises DigestMismatch, and ``release`` after the load or its error. The right digest is the sent
-    weights' or, where unknown, the first that two engines report. An engine alone with its digest waits for
-    engines that still load, and is right if no other digest arrives. If no two agree, no engine is right and
-    all must load again.
+    For each engine call ``expect`` before its load; ``confirm`` with its digest, which returns if the digest
+    is right and raises DigestMismatch if not; ``release`` after the load or its error. The right digest is
+    that of the sent weights or, if unknown, the first that two engines report. An engine alone with its
+    digest waits for those that still load, and is right if no other digest arrives. If no two agree, none is
+    right, and all must load again.
     """
 
     def __init__(self, wait_s: float, is_sent: IsSent | None = None) -> None:
@@ -240,7 +241,7 @@ class DigestQuorum:
             self._changed.notify_all()
 
     async def confirm(self, engine: str, digest: str) -> None:
-        """Report the engine's ``digest``; returns once it is known right. Raises DigestMismatch if wrong."""
+        """Report the engine's ``digest``; return once it is known to be right, or raise DigestMismatch."""
         if self.is_sent is not None and self.is_sent(engine, digest):
             self._digest = digest
         self._reported[engine] = digest

@@ -3,10 +3,9 @@
     begin(version) -> receive(part), for each part -> confirm(digests) -> resume
 
 An engine has one long call, ``load`` or ``wake``, which pulls the parts from an iterator (``WeightParts``).
-``EngineLoad`` turns this call of one engine into steps, and ``WeightUpdates`` makes each step on all engines:
-it lives in the sampler's process, and the sender (``rollout/weight_sync/``) calls it through
-``SamplerClient``. ``driver_class(sync)`` returns the class for a transport. Weights in a folder need none of
-this: the pool calls ``load`` with the folder.
+``EngineLoad`` splits this call of one engine into steps; ``WeightUpdates`` makes each step on all engines. It
+lives in the sampler process, where the trainer's sender (``rollout/weight_sync/``) calls it through
+``SamplerClient``. ``driver_class(sync)`` returns the class for a transport; for disk the pool calls ``load``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class EngineLoad:
     ``confirm``, ``resume``. A step returns when the engine has done it, or raises the engine's error."""
 
     def __init__(self, slot: EngineSlot, load: Load, version: int) -> None:
-        """Start ``load``: the engine pauses or reclaims memory, then asks for the first part."""
+        """Start ``load``: the engine pauses, or reclaims memory, and then asks for the first part."""
         self.slot, self.name = slot, slot.engine.name
         self._parts: asyncio.Queue[WeightPart | None] = asyncio.Queue()
         self._asked = asyncio.Event()
@@ -104,18 +103,18 @@ class EngineLoad:
 class WeightUpdates:
     """Weight update of colocated engines by memory handles, and base class of other transports' updates.
     Order of the calls: ``begin``; ``receive`` for every bucket; ``confirm``; ``resume``. Each returns the
-    names of the engines on which it succeeded, and quarantines the others, which drop out of the update and
-    must be ended."""
+    names of the engines on which it succeeded. It quarantines the others and drops them from the update; the
+    caller must kill their servers."""
 
     calls: tuple[str, ...] = ()
-    """Names of additional calls for the trainer."""
+    """Names of further methods that the trainer may call."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool, self._version = pool, 0
         self._loads: list[EngineLoad] = []
 
     async def begin(self, version: int, names: Collection[str] = ()) -> list[str]:
-        """Prepare engines for the weights of ``version``; sleeping ones, ``names``, reclaim weight memory.
+        """Start the update to ``version``. ``names``: sleeping engines, which reclaim their weight memory.
         Raises EngineError if no engine receives: a later ``resume`` would quarantine all of them."""
         self.cancel()
         self._version = version
@@ -142,14 +141,14 @@ class WeightUpdates:
         return confirmed
 
     async def resume(self) -> list[str]:
-        """Let engines with confirmed weights reclaim their remaining memory and sample."""
+        """Let the engines with confirmed weights sample; woken ones reclaim their remaining memory first."""
         resumed = await self._on_all(lambda load: load.resume())
         self._pool.resumed(self._version, [load.slot for load in self._loads])
         self._loads = []
         return resumed
 
     def cancel(self) -> None:
-        """Cancel updates that were not resumed: they would block other calls to their engines."""
+        """Cancel an update that was not resumed: it would block other calls to its engines."""
         for load in self._loads:
             load.cancel()
         self._loads = []
@@ -177,10 +176,10 @@ def driver_class(sync: str) -> type[WeightUpdates]:
 
 
 class BroadcastUpdates(WeightUpdates):
-    """Weight broadcasts, which all engines receive in lockstep. First ``gather`` selects the engines, and
-    ``join`` forms a process group unless they share one. The ``WeightUpdates`` calls then succeed on all
-    gathered engines or raise EngineError with the names of those that fail; ``fail`` must follow, because
-    weights may be mixed: it quarantines all until they have loaded weights from a folder."""
+    """Weight update by broadcast, which all engines receive in lockstep. First ``gather`` selects the
+    engines, and ``join``, unless they share a group, makes them join the sender's. The ``WeightUpdates``
+    calls then succeed on all of them, or raise EngineError with the names of those that failed. As weights
+    may then be mixed, the sender must call ``fail``: it quarantines all until they have loaded weights."""
 
     calls = ("gather", "join", "fail")
 
@@ -191,7 +190,7 @@ class BroadcastUpdates(WeightUpdates):
         """Engines of the group, with the pool's ``ready_transitions`` after their last broadcast."""
 
     async def gather(self) -> tuple[int, bool]:
-        """Select the receiving engines; returns their total ranks, and whether they share a group already."""
+        """Select the receiving engines; return the number of their ranks, and whether they share a group."""
         engines = [(slot, slot.engine) for slot in await self._pool.gather()]
         self._gathered = [
             (slot, receiver) for slot, receiver in engines if isinstance(receiver, ReceivesBroadcast)
@@ -219,7 +218,7 @@ class BroadcastUpdates(WeightUpdates):
         return resumed
 
     async def fail(self, reason: str) -> None:
-        """Quarantine the gathered engines after a failed broadcast, until they have loaded weights."""
+        """Quarantine the gathered engines after a failed broadcast, until they have loaded weights again."""
         self.cancel()
         for slot, _ in self._gathered:
             self._pool.quarantine(slot, reason)

@@ -3,7 +3,7 @@
 ``BroadcastSync`` is the ``WeightSync`` of ``sync=broadcast`` (``config/transports.py``). Every
 tensor-parallel rank of every engine receives (``rollout/engines/weight_updates.py``), in a process group
 separate from the trainer's own. Control calls go through the sampler process and HTTP; each returns a future
-that is done when all engines have answered. Disk sync replaces a failed broadcast.
+that is done when all engines have answered. If a broadcast fails, disk sync sends the weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _ERROR_GRACE_S = 2.0
 
 
 class BroadcastError(RuntimeError):
-    """A failed broadcast: some engines may have partial weights. The process group is closed."""
+    """A broadcast failed or could not begin; the process group, if any, is closed. ``BroadcastSync`` catches
+    it and falls back to disk, because some engines may have partial weights."""
 
 
 def _in_thread(call: Callable[[], T], name: str) -> Future[T]:
@@ -65,16 +66,14 @@ def _in_thread(call: Callable[[], T], name: str) -> Future[T]:
 class SendingGroup:
     """The sender's side of a broadcast group: rendezvous store, and process group once all have joined.
 
-    Call order: ``form`` while receivers join, sequential ``broadcast``s, ``close``. They return futures that
-    raise the call's error: calls that may block on a receiver run in threads, so that the caller can time
-    out. gloo stops waiting at the group's timeout; NCCL waits forever in a kernel, so the thread enforces a
-    deadline and aborts the group.
+    Call order: ``form`` while the receivers join, sequential ``broadcast``s, ``close``. Each may block on a
+    receiver, so it runs in a thread and returns a future. gloo stops waiting at the group's timeout; NCCL
+    waits forever in a kernel, so the thread enforces a deadline and aborts the group.
     """
 
     def __init__(self, address: str, name: str, receivers: int, device: torch.device, timeout_s: float):
         """Open the rendezvous store at a free port. ``address``: this machine, as receivers reach it.
-        ``receivers``: number of other ranks. ``timeout_s``: maximum wait for all to join and per
-        broadcast."""
+        ``receivers``: number of other ranks. ``timeout_s``: maximum wait for all to join, and per message."""
         timeout = timedelta(seconds=timeout_s)
         # Under torchrun, an init method would join the agent's store instead.
         self._store = bound_store(address, 0, None, timeout)
@@ -90,13 +89,13 @@ class SendingGroup:
         return _in_thread(self._form, "weights-form")
 
     def broadcast(self, payload_B: Tensor) -> Future[None]:
-        """Broadcast the payload; done when it may be overwritten, perhaps before all receivers have it."""
+        """Broadcast the payload, which may be overwritten once the future is done."""
         # Recorded in the caller's thread, because the sending stream must wait for the caller's copies.
         ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
         return _in_thread(lambda: self._broadcast(payload_B, ready), "weights-broadcast")
 
     def close(self) -> Future[None]:
-        """Close the group, even during a broadcast, which fails the waiting receivers."""
+        """Close the group, even during a broadcast, which then fails."""
         self._closing.set()  # first, because pending broadcasts and forming groups check it
         return _in_thread(self._close, "weights-close")
 
@@ -146,8 +145,8 @@ class SendingGroup:
 
 @contextmanager
 def _without_nccl_watchdog() -> Iterator[None]:
-    """Disable torch's NCCL watchdog for groups created within the block, which read the variable. When a
-    receiver dies, the watchdog would kill this process, minutes after the disk sync: even with
+    """Disable torch's NCCL watchdog for groups created within the block, by a variable that they read. When
+    a receiver dies, the watchdog would kill this process, minutes after the disk sync: even with
     TORCH_NCCL_ASYNC_ERROR_HANDLING=0 it records the error for all groups (``shouldDump_`` in
     ProcessGroupNCCL.hpp), and the monitor of the trainer's own group then ends the process."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
@@ -164,7 +163,7 @@ def _without_nccl_watchdog() -> Iterator[None]:
 
 class WeightBroadcast:
     """Sender of weights on trainer rank 0: ``open`` a group once, then ``send`` each version. Calls block for
-    at most their timeouts. After an error, usually a BroadcastError, ``open`` a new group."""
+    at most their timeouts. An error, usually a BroadcastError, closes the group: ``open`` a new one."""
 
     def __init__(
         self,
@@ -175,7 +174,7 @@ class WeightBroadcast:
     ) -> None:
         """``device``: the weights' device, which selects NCCL or gloo. ``address``: this machine, as servers
         reach it. ``bucket_mb``: size of each of two buffers, in 2^20 bytes. ``timeout_s``: maximum wait for
-        the group, and for sending and loading a bucket; the first also includes NCCL's connection setup."""
+        the group, and for sending and loading each bucket, the first with NCCL's connection setup."""
         self._device, self._address = device, address
         self._buckets = Buckets(int(bucket_mb * 2**20), device)
         self._timeout_s = timeout_s
@@ -199,8 +198,8 @@ class WeightBroadcast:
         self._wait_for(parts, self._deadline())
 
     def send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: StartCall[BucketSpec]) -> int:
-        """Broadcast all ``weights`` and return their bytes. Raises BroadcastError on failure or timeout.
-        Always exhausts ``weights``, because other ranks take part in its all-gathers."""
+        """Broadcast all ``weights`` and return their size in bytes. Raises BroadcastError on failure or
+        timeout. Always exhausts ``weights``, because other ranks take part in its all-gathers."""
         try:
             return self._send(weights, on_bucket)
         except BaseException:
@@ -235,7 +234,7 @@ class WeightBroadcast:
         return sent_bytes
 
     def _begin(self, bucket: Bucket, on_bucket: StartCall[BucketSpec]) -> Callable[[], None]:
-        """Start to broadcast ``bucket``; return a function that waits for its end."""
+        """Start to broadcast ``bucket``; return a function that waits until it is sent and loaded."""
         assert self._group is not None
         deadline = self._deadline()
         # Start both before waiting: a broadcast ends only when the servers take part in it.
@@ -271,9 +270,9 @@ def sender_address(config: EngineConfig) -> str:
 class BroadcastSync:
     """``WeightSync`` by broadcast, with disk sync as fallback.
 
-    ``push`` returns when the engines have the weights and their digests (hashes) match. A failed broadcast is
-    a run event, not an error: all engines load from disk, and the next push forms a new group. ``engines``
-    and ``broadcast`` are None except on rank 0.
+    ``push`` (collective) returns when the engines have the weights and their digests (hashes) match. A failed
+    broadcast is a run event, not an error: all engines load from disk, and the next push forms a new group.
+    ``engines`` and ``broadcast`` are None except on rank 0.
     """
 
     def __init__(

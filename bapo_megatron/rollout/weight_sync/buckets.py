@@ -1,7 +1,7 @@
-"""Weight buckets: flat byte buffers of bounded size, the unit of weight transport (broadcast, IPC).
+"""Weight buckets: byte buffers, each of many tensors, in which the trainer sends weights (broadcast, IPC).
 
-``Buckets.cut(weights)`` yields the tensors of an iterator, packed into ``Bucket`` objects. One message
-carries many tensors, and no second copy of the model exists. Shape suffix: ``_B``, bucket bytes.
+``Buckets.cut(weights)`` packs the tensors of an iterator into ``Bucket`` objects of bounded size, so that a
+message carries many tensors without a second copy of the model. Shape suffix: ``_B``, bucket bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bapo_megatron.types import BucketSpec
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors in one byte buffer (``payload_B``), with names and layout (``spec``); from ``Buckets.cut``."""
+    """Tensors in one byte buffer, ``payload_B``, with names and layout, ``spec``. From ``Buckets.cut``."""
 
     spec: BucketSpec
     payload_B: Tensor
@@ -43,23 +43,22 @@ Allocate = Callable[[int], Tensor]
 
 
 class Buckets:
-    """Packer of weights into buckets: ``cut`` copies tensors, in order, into reused byte buffers.
+    """Packer of weights into buckets: ``cut`` copies tensors, in order, into two reused byte buffers.
 
-    No communication. Buffers of ``nbytes`` bytes are allocated on first use and kept until ``release``. A
-    failed copy raises only at its bucket's end, after all of the bucket's tensors have passed.
+    It sends nothing. The buffers, of ``nbytes`` bytes, are allocated on first use and kept until ``release``.
+    An error of a copy is raised only when its bucket is complete.
     """
 
     def __init__(self, nbytes: int, device: torch.device, allocate: Allocate | None = None) -> None:
-        """``allocate``: for every bucket; None: torch's, without a copy of tensors larger than a bucket."""
+        """``allocate``: for every bucket. None: torch's, and a tensor larger than a buffer is not copied."""
         self._nbytes, self._device, self._owns = nbytes, device, allocate is not None
         self._allocate = allocate or partial(torch.empty, dtype=torch.uint8, device=device)
         self._buffers = [_Buffer(nbytes, self._allocate) for _ in range(2)]
 
     def cut(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-        """Yield the buckets of ``weights``, in order. Double buffering: a payload is valid until the next
-        bucket but one is requested, so one is sent while the other fills. A tensor larger than
-        a buffer is its own bucket. Receivers view tensors in place, so a bucket also ends before a tensor
-        that would be misaligned."""
+        """Yield the buckets of ``weights``, in order. A payload is valid until the next bucket but one is
+        requested, so that one is sent while the other fills. A tensor larger than a buffer is its own bucket.
+        Receivers view tensors in place, so a bucket also ends before a tensor that would be misaligned."""
         buffers = cycle(self._buffers)
         buffer = next(buffers)
         for each in self._buffers:
@@ -109,7 +108,7 @@ class _Buffer:
         return self._end + tensor.nbytes <= self._nbytes and self._end % tensor.itemsize == 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy ``tensor`` after the others; ``take`` raises an error of the copy, because a rank that stopped
+        """Copy ``tensor`` after the others. Only ``take`` raises an error of the copy: a rank that stopped
         within a bucket would leave the others waiting in an all-gather."""
         place = slice(self._end, self._end + tensor.nbytes)
         self.names.append(name)

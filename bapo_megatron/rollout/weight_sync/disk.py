@@ -45,7 +45,7 @@ _VERSION = re.compile(r"v\d+|\.v\d+\.tmp|\.v\S+\.deleted")
 
 @dataclass(frozen=True, kw_only=True)
 class SenderParts:
-    """Arguments of ``Sender.open``, on every rank: settings, disk fallback, sampler client, GPUs, device."""
+    """Argument of ``Sender.open``, on every rank: settings, disk fallback, sampler client, GPUs, device."""
 
     engine: EngineConfig
     disk: DiskSync
@@ -61,7 +61,7 @@ class SenderParts:
 
 
 class Sender(WeightSync, Protocol):
-    """Sender class of a weight transport (protocol): the class method ``open`` returns its ``WeightSync``."""
+    """Protocol of a transport's ``WeightSync`` class: its class method ``open`` returns a run's sender."""
 
     @classmethod
     def open(cls, parts: SenderParts) -> WeightSync:
@@ -75,8 +75,8 @@ def sender_class(sync: str) -> type[Sender]:
 
 
 class DiskSync:
-    """``WeightSync`` by disk: ``push`` writes an HF folder and returns when the working engines have loaded
-    it. If a rank cannot write, all ranks raise."""
+    """``WeightSync`` by disk: ``push`` (collective) writes an HF folder, waits until the working engines have
+    loaded it, and deletes older folders. If a rank cannot write, all ranks raise."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class DiskSync:
             self._staging.keep_only(None)
 
     def checked(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``weights``; raises ValueError, by their end, if they are not exactly the model's tensors."""
+        """Yield ``weights``, checked as in ``WeightStaging.checked``."""
         return self._staging.checked(weights) if self._staging is not None else weights
 
     def _load(self, folder: Path, version: int, step: int) -> None:
@@ -116,7 +116,7 @@ class DiskSync:
             self._staging.keep_only(folder)
 
     def _write(self, staging: WeightStaging, policy: Policy) -> Path:
-        """Write ``policy.version`` and return its folder, on every rank. All raise if one cannot write."""
+        """Write ``policy.version`` and return its folder on every rank. All raise if one cannot write."""
         version = policy.version
         if not self._writers:
             replicas = all_gather(policy.data_rank)
@@ -159,7 +159,8 @@ class WeightStaging:
     """
 
     def __init__(self, folder: Path, hf_path: Path, old: OldFiles | None = None) -> None:
-        """``old``: deletes old versions. Raises ConfigError if ``hf_path`` is not a model folder."""
+        """``hf_path``: folder of the model's config.json and tensor shapes; ConfigError if it has no model.
+        ``old``: deletes old versions."""
         self._old = old or OldFiles()
         reader, (family, config) = HfReader(hf_path), read_text_config(hf_path)
         self._folder, self._hf_path = folder, hf_path
@@ -198,7 +199,8 @@ class WeightStaging:
         self, weights: Iterable[tuple[str, Tensor]], version: int, writer: int = 0, writers: int = 1
     ) -> dict[str, WrittenShard]:
         """Check all ``weights``, write the share of one of ``writers``, and return its files by name. Raises
-        ValueError if ``weights`` are not exactly the model's tensors, RunStopped if the disk fails."""
+        ValueError unless ``weights`` are exactly the model's tensors, ConfigError if the folder is not
+        shared, RunStopped if the disk fails."""
         temporary = self._temporary(version)
         if not temporary.is_dir():
             raise ConfigError(
@@ -209,15 +211,14 @@ class WeightStaging:
             return write_shards(self.checked(weights), temporary, writer=writer, writers=writers)
 
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``weights``; raises ValueError, by their end, if they are not exactly the model's tensors."""
+        """Yield ``weights``, tied ones once. Raises ValueError, by their end, unless they are the model's."""
         return checked_weights(weights, self._shapes, self._aliases)
 
     def publish(
         self, version: int, files: Mapping[str, WrittenShard], sent: SentDigests | None = None
     ) -> None:
-        """Check that all ``files`` are present, write their index, and rename the temporary folder.
-
-        ``sent``: digests that engines must report after loading it."""
+        """Check that all ``files`` are present, write their index, and rename the temporary folder. ``sent``:
+        digests that engines must report after loading it. Raises ConfigError if a file is missing."""
         temporary, final = self._temporary(version), self.folder(version)
         with writing(f"weights of version {version}", final):
             for name, (size, _) in files.items():
@@ -247,8 +248,8 @@ class WeightStaging:
                     remove_folder(path)
 
     def _remove(self, path: Path) -> None:
-        """Delete a leftover ``path``, renamed first because on NFS files that a server on this machine holds
-        open cannot be deleted, and the folder must be new."""
+        """Delete a leftover ``path``. It is renamed first, because its name must be free, and on NFS files
+        that a server on this machine keeps open cannot be deleted."""
         if os.path.lexists(path):
             hidden = path.with_name(f".{path.name.strip('.')}.{uuid.uuid4().hex[:8]}.deleted")
             path.rename(hidden)

@@ -2,21 +2,20 @@
 
 ``IpcSync`` is the ``WeightSync`` of ``sync=ipc`` (``config/transports.py``). ``push`` only announces a
 version; engines read it when they wake, in the GPU hand-over (``trainer/gpu_handover.py``). An all-gather
-gives each rank every whole tensor. Each rank copies one bucket at a time to shareable memory, and the engine
-on its GPU maps it through memory handles and loads it:
+gives each rank every unsharded tensor. Each rank copies one bucket at a time to shareable memory, and the
+engine on its GPU maps this memory through handles and loads the bucket:
 
-    rank of GPU g    bucket -> handles -> rank 0 -> the sampler's process -> the engine's process on GPU g
+    rank of GPU g    bucket -> handles -> rank 0 -> the sampler process -> the engine's process on GPU g
 
     GPU    CUDA IPC: handle of the allocation, and UUID of the GPU (its number differs between processes)
     CPU    POSIX shared memory, by its name
 
 A handle is torch's pickle of a shared tensor, which SGLang loads with a list of allowed names. On a GPU torch
-counts references and would leak memory when a reader dies. Here the owner knows when its memory was read, and
-readers decrement a dummy counter. The stream is synchronized before a handle is created, so that readers wait
-for no CUDA event; torch would open one per handle and close none.
+counts references and would leak memory when a reader dies. Here the engines' answers show when the memory was
+read, and readers decrement a dummy counter. The stream is synchronized before a handle is created, so that
+readers wait for no CUDA event; torch would open one per handle and close none.
 
-Fallback: an engine that fails to receive is ended, the weights are written to disk once, and its new server
-loads them.
+Fallback: if an engine fails to receive, its server is killed, and a new one loads the weights from disk.
 """
 
 from __future__ import annotations
@@ -56,9 +55,10 @@ _Reader = tuple[str, int]  # a reader of this process's memory: engine name and 
 class IpcSync:
     """``WeightSync`` by CUDA IPC to colocated engines, which get the weights when they wake.
 
-    ``push`` only announces the weights. In the GPU hand-over ``hand_over`` transfers them and returns the
-    names of the engines that have them (the caller ends the others); then ``write`` sends them by disk to the
-    rest. All three are collective. A failed transfer is a run event, not an error.
+    ``push`` only announces the weights, and deletes older ones on disk. In the GPU hand-over ``hand_over``
+    transfers them and returns the names of the engines that have them. The caller kills the others and calls
+    ``write``, which puts the weights on disk for new servers. All three are collective. A failed transfer is
+    a run event, not an error.
     """
 
     def __init__(
@@ -94,19 +94,19 @@ class IpcSync:
         )
 
     def push(self, policy: Policy, step: int) -> None:
-        """Announce the weights, produced by ``step``, with which engines will wake."""
+        """Announce the weights, the result of ``step``, with which engines will wake."""
         self._step = step
         # Engines are held while the policy trains, so none still loads an earlier version's folder.
         self._disk.discard()
         self._call_engines(lambda engines: engines.expect_handles(policy.version, step))
 
     def write(self, policy: Policy) -> None:
-        """Write the weights to disk and make the engines load them (fallback)."""
+        """Fallback: write the weights to disk, for engines without them."""
         self._disk.push(policy, self._step)
 
     def hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
-        """Transfer the weights to sleeping engines; return the names of those that have them, on every rank.
-        These do not sample yet; the caller must end the others."""
+        """Transfer the weights to sleeping engines; return, on every rank, the names of those that have them:
+        none after an error. These do not sample yet; the caller must kill the others."""
         try:
             return self._hand_over(policy, names)
         except Exception as error:  # any kind: disk is the fallback
@@ -139,7 +139,7 @@ class IpcSync:
     def _deliver(
         self, names: Sequence[str], handles: Mapping[_Reader, bytes], engines: SamplerClient
     ) -> list[str]:
-        """Send engines their ranks' handles; return the names of those that loaded them."""
+        """Send each engine the handles for its ranks; return the names of the engines that loaded them."""
         part = {name: [handles[name, index] for index in range(len(self._gpus[name]))] for name in names}
         return engines.update("receive", part)
 
@@ -150,7 +150,8 @@ class IpcSync:
         return answers[0]  # type: ignore[no-any-return]
 
     def _readers(self, names: Sequence[str]) -> list[_Reader]:
-        """Return the readers of this rank's memory: engine processes on its GPU (CPU: with its number)."""
+        """Return the readers of this rank's memory: the engine ranks on its GPU. On a CPU rank r stands for
+        GPU r, and rank 0 also for GPUs beyond."""
         gpus = broadcast_from_main(dict(self._gpus))
         own = self._device.index if self._device.type == "cuda" else dist.get_rank()
         places = all_gather((socket.gethostname(), own))
@@ -169,8 +170,8 @@ class IpcSync:
 def _handles_by_bucket(
     buckets: Iterator[Bucket], readers: Sequence[_Reader]
 ) -> Iterator[dict[_Reader, bytes]]:
-    """Yield each bucket's handles by reader. Keeps a bucket's memory until the next has been received: a
-    server's first rank answers for all ranks, and others may still read until they join the next call."""
+    """Yield each bucket's handles by reader. Keeps a bucket's memory until the next is received: a server's
+    first rank answers for all its ranks, and others may still read until they join the next call."""
     before: Bucket | None = None
     for bucket in buckets:
         yield {reader: handles_of(bucket.tensors()) for reader in readers}
@@ -187,8 +188,8 @@ _ARGUMENTS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 
 
 def shareable(nbytes: int, device: torch.device) -> Tensor:
-    """Return an uninitialized uint8 tensor of ``nbytes`` bytes in shareable memory, for ``handles_of``.
-    Avoids expandable segments of CUDA's allocator, which need ptrace permission to be mapped."""
+    """Return an uninitialized uint8 tensor of ``nbytes`` bytes, for ``handles_of``. It is outside expandable
+    segments of CUDA's allocator, which readers could map only with ptrace permission."""
     if device.type != "cuda":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     with _fixed_segments():
@@ -208,7 +209,7 @@ def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
 
 
 def remove_leftovers(folder: Path = Path("/dev/shm")) -> None:
-    """Remove stale shared memory of this user's killed processes, which nothing else removes on a CPU. Keeps
+    """Remove shared memory that this user's killed processes left on a CPU; nothing else removes it. Keeps
     young files, which may belong to a process in another PID namespace."""
     for path in folder.glob("torch_*_*_*"):
         number = path.name.split("_")[1]

@@ -1,6 +1,6 @@
-"""API key of a run's SGLang servers: finding it, and sending it only to servers that require one.
+"""API key of a run's SGLang servers: where it is, and headers that send it only to servers that require one.
 
-``known_key`` returns the run's key, and ``Authorization(url, look).headers()`` returns a call's HTTP headers.
+``known_key`` returns the run's key; ``Authorization(url, look).headers()``, the HTTP headers of a call.
 
     python -m bapo_megatron.rollout.engines.sglang.authorization URL FILE
 
@@ -37,7 +37,7 @@ _PROBES = ThreadPoolExecutor(32, "authorization")
 
 
 def status_with(url: str, key: str | None = None) -> int | None:
-    """Return the HTTP status of /model_info, called with or without a key. Raises OSError if unanswered."""
+    """Return the HTTP status of /model_info, called with ``key`` or without. Raises OSError if unanswered."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         return ask(f"{url}/model_info", headers=headers, timeout_s=_LIMIT_S).status
@@ -46,8 +46,8 @@ def status_with(url: str, key: str | None = None) -> int | None:
 
 
 def known_key(sglang: SglangConfig, directory: Path) -> ApiKey | None:
-    """Return the key in the recipe's or environment's file, else the run's; None if neither exists.
-    Raises ConfigError, without the file's content, if it holds no key or others may read it."""
+    """Return the key in the file that the recipe or environment names, else in the run's own, else None.
+    Raises ConfigError, without the content, if a named file is missing, or if a file is invalid or public."""
     key_file = _given_file(sglang)
     path = key_file or RunPaths(directory).api_key
     if key_file is None and not path.exists():
@@ -59,7 +59,7 @@ def known_key(sglang: SglangConfig, directory: Path) -> ApiKey | None:
 
 
 def servers_key_file(config: RunConfig) -> Path:
-    """Return the key file of the run's servers, after creating the run's own if needed."""
+    """Return the key file of the run's servers; create the run's own if no other is named."""
     sglang, directory = config.rollout.sglang, config.directory
     if _given_file(sglang) is None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -81,12 +81,12 @@ def check_keys_asked(sglang: SglangConfig) -> None:
 
 
 class Authorization:
-    """HTTP headers with the API key for calls to one server, in one event loop: ``headers``.
+    """HTTP headers of calls to one server, in one event loop, with the API key if the server requires one.
 
-    A server that requires a key gets the run's. Another program on its port may learn it, so ports belong on
-    loopback or a private network (docs/security.md). A server that requires none never gets it; ``headers``
-    raises EngineError for one that the run started, that required a key before, or if the recipe demands
-    keys. The server is probed at the first call and after each failed connection.
+    ``headers`` probes the server at the first call and after ``forget``. It raises EngineError for a
+    server that requires no key if the run started it, it required one before, or the recipe demands keys;
+    otherwise it prints a warning and returns no key. A program that took over a server's port could ask for
+    the key, so ports belong on loopback or a private network (docs/security.md).
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Authorization:
         is_required: bool = False,
         is_own: bool = False,
     ) -> None:
-        """``look`` finds the key; called again later, because a server of the run may create it first.
+        """``look``: returns the key; called again after None, as a server of the run may create it first.
         ``is_required``: the recipe refuses servers without keys. ``is_own``: the run started the server."""
         self._url, self._look, self._is_required = url.rstrip("/"), look, is_required
         self._is_own, self._has_asked = is_own, False
@@ -106,7 +106,7 @@ class Authorization:
         self._is_warned = False
 
     async def headers(self) -> dict[str, str]:
-        """Return a call's headers. Raises EngineError for a refused server, OSError without an answer."""
+        """Return a call's headers. Raises EngineError for a refused server, OSError if it does not answer."""
         if self._headers is None:
             async with self._lock:
                 if self._headers is None:
@@ -114,7 +114,7 @@ class Authorization:
         return self._headers
 
     def forget(self) -> None:
-        """Probe again at the next call: after a failed connection another program may answer."""
+        """Probe again at the next call. Called after a failed connection, as another program may answer."""
         self._headers = None
 
     def without_key(self, text: str) -> str:

@@ -1,8 +1,8 @@
 """The ``sglang`` backend: SGLang servers, started by the run or already running, and their clients.
 
-``SglangBackend.serve`` starts a run's servers, and ``open`` returns the clients. A server has a supervisor
-thread on rank 0: start, restart with backoff, hold while the policy trains, end. Server failures are run
-events. Imports that need torch are local, because ``bapo plan`` loads this file.
+``SglangBackend.serve`` starts a run's servers on rank 0, and ``open`` returns their clients in the process
+that samples. Each started server has a supervisor thread on rank 0, which restarts it with backoff and
+reports failures as run events. Imports that need torch are local, because ``bapo plan`` loads this file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SglangBackend(EngineBackend):
 
     def check(self, rollout: RolloutConfig, gpus: int = 0, training: int = 0) -> None:
         """Raise ConfigError if SGLang's installation, API keys, GPU placement or, for sync=broadcast, NCCL
-        version is wrong. Servers elsewhere are assumed to have the NCCL of the environment named here."""
+        version is wrong. Servers elsewhere are assumed to have the same NCCL as SGLang's environment here."""
         python = _interpreter(rollout)
         check_keys_asked(rollout.sglang)
         if gpus and python and rollout.sglang.sync == "broadcast":
@@ -74,8 +74,8 @@ class SglangBackend(EngineBackend):
 
     def check_weights(self, hf_path: Path) -> None:
         """Raise ConfigError for folders that SGLang would load wrongly: fused experts of a family that stores
-        them apart (it skips unknown names), quantized weights (it would put bfloat16 into fp8 layers), extra
-        files without an index (it loads all), hybrids with full attention not in every n-th layer."""
+        them apart (it skips unknown names), quantized weights (bfloat16 updates do not fit its fp8 layers),
+        extra files without an index (it loads all), hybrids with full attention not in every n-th layer."""
         from bapo_megatron.hf.config import read_model_shape
         from bapo_megatron.hf.families import FAMILIES
         from bapo_megatron.hf.fp8 import is_quantized
@@ -110,7 +110,7 @@ class SglangBackend(EngineBackend):
         return "--disable-radix-cache" not in more_flags(rollout.sglang)
 
     def weight_digester(self, rollout: RolloutConfig, hf_path: Path, device: str) -> MakeDigester | None:
-        """Return the factory of fused-weight digests; servers must have the trainer's device type."""
+        """Return the factory of hashers in the layout of servers with the trainer's device type."""
         sglang = rollout.sglang
         if not sglang.compare_digests:
             return partial(UnknownDigests, "rollout.sglang.compare_digests is false")
@@ -156,7 +156,7 @@ def _interpreter(rollout: RolloutConfig) -> Path | None:
 
 class RunServers(EngineServers):
     """``EngineServers`` of SGLang: addresses, and a supervisor for each server that the run started. ``heed``
-    restarts a server that the sampler's process reports as hanging; the other calls serve GPU hand-overs."""
+    reacts to reports of a hanging server; the other calls are for GPU hand-overs."""
 
     def __init__(
         self,
@@ -174,7 +174,8 @@ class RunServers(EngineServers):
         self._was_ready = False
 
     def heed(self, event: dict[str, Any]) -> None:
-        """Restart a server that the sampler reports as hanging; report it if the run did not start it."""
+        """On ``engine_hangs`` restart the server or, if the run did not start it, report it and ask its Slurm
+        task, if any, to do so. On ``engine_ready`` withdraw the request."""
         if event["kind"] not in ("engine_hangs", "engine_ready"):
             return
         url, reason = event["engine"], event["reason"] if event["kind"] == "engine_hangs" else None
@@ -250,8 +251,8 @@ def servers_of(config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[Run
 
 
 class ServerSupervisor:
-    """Thread that keeps one server running: restarts it, at the same address, when it ends or hangs. Runs
-    from construction to ``stop``. Initially and after ``hold`` it starts no server until ``start``."""
+    """Thread that keeps one server running: restarts it, at the same address, when it ends or ``restart``
+    reports a hang. Runs until ``stop``. Initially and after ``hold`` it starts no server until ``start``."""
 
     def __init__(self, config: RunConfig, number: int, cuda: bool, on_event: OnEvent) -> None:
         from bapo_megatron.runtime.distributed import free_port  # with torch
@@ -312,7 +313,7 @@ class ServerSupervisor:
         self._server.wait_ready(self._start_s)
 
     def restart(self, reason: str | None) -> None:
-        """Request a restart of a hanging server; ignored while it starts. ``reason`` None: it is healthy."""
+        """Request a restart of a hanging server; ignored while it starts. None withdraws the request."""
         self._hang_reason = reason if self._can_hang else None
 
     def stop(self) -> None:

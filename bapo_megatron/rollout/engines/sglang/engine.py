@@ -1,9 +1,8 @@
 """The ``sglang`` engine: one SGLang server behind the async protocol ``interfaces.Engine``, with deadlines.
 
 ``SglangEngine`` adds to the HTTP client: aborts at deadlines (a request then returns its tokens so far), one
-resend on a dropped kept-alive connection, and weight updates from a folder, by broadcast or by memory
-handles, between two tokens of requests in flight. During a load, unsent requests wait at a gate
-(``InflightRequests``).
+retry when a reused connection was closed, and weight updates from a folder, by broadcast or by memory
+handles, between two tokens of requests in flight. During a load, unsent requests wait at a gate.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Deadlines of calls to a server, in seconds (request, abort, weight update), from ``rollout.sglang``."""
+    """Deadlines of calls to a server, in seconds; a recipe sets those of requests and weight loads."""
 
     request_s: float = 3600.0
     """Deadline of a request, which is then aborted and returns its tokens so far."""
@@ -54,8 +53,8 @@ class Deadlines:
 
 
 class SglangEngine:
-    """``Engine`` of one SGLang server, with all engine protocols of ``interfaces.py``, in one event loop.
-    Failing calls raise ServerError. Aborts, loads and wakes run one at a time beside requests."""
+    """``Engine`` of one SGLang server, with all engine protocols of ``interfaces.py``. Failed calls raise
+    ServerError, a malformed request ValueError. Aborts, loads and wakes run one at a time beside requests."""
 
     transports = tuple(name for name, one in TRANSPORTS.items() if one.protocol)
     """All weight transports with parts, which ``_load_part`` loads."""
@@ -121,8 +120,8 @@ class SglangEngine:
             await self._resume()
 
     async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
-        """Load new weights. Raises ServerError if the load fails or, from a folder, reports another version,
-        and errors of ``confirm``; the server must not sample then until a load succeeds."""
+        """Load new weights. Raises ServerError if the load fails or, for a folder, another version is loaded,
+        and errors of ``confirm``; the server must then not sample until a load succeeds."""
         timeout = await self._load_seconds(weights)
         async with self._one_control:
             await self._check_settings()
@@ -149,7 +148,7 @@ class SglangEngine:
             await self._resume()
 
     async def release_memory(self) -> None:
-        """Abort requests and release GPU memory (weights, graphs, KV cache), which may be free only later."""
+        """Abort requests and release GPU memory (weights, graphs, KV cache); it may become free later."""
         async with self._one_control:
             # Abort, then pause: an assertion kills a server that releases memory while it has a batch.
             await self._abort()
@@ -185,9 +184,9 @@ class SglangEngine:
         """Do nothing: the server keeps running."""
 
     async def _pause_for_update(self) -> None:
-        """Pause before new weights: requests in flight are retracted or wait in place. If any asks for
-        routes, a retracting pause first aborts all, to continue as new segments: a server recomputes
-        retracted prefixes and would return the new weights' routes for old tokens."""
+        """Pause before new weights: requests in flight are retracted or wait in place. If one asks for
+        routes, abort all before a retracting pause, and callers continue them as new segments: a server
+        recomputes retracted prefixes and would return the new weights' routes for old tokens."""
         self._inflight.close_gate()
         if self._on_update == "retract" and any(inflight.routes for inflight in self._inflight.all):
             await self._abort()
@@ -228,7 +227,7 @@ class SglangEngine:
         await confirm(await self.server.checksum(timeout))
 
     async def _check_settings(self) -> None:
-        """Raise ServerError with the flag to change if a server, perhaps started elsewhere, is unsafe."""
+        """Raise ServerError, with the flag to change, if the server's settings make a load unsafe."""
         settings = await self.server.settings()
         if self._sync != "disk" and (draft := drafting(settings)):
             raise ServerError(
@@ -251,8 +250,8 @@ class SglangEngine:
         self, request: GenerateRequest, pending: InflightRequest, again: bool = False
     ) -> Generation | None:
         """Wait for the gate, send the request and return its answer, at the deadline with the tokens so far;
-        None if it is aborted before. Raises ServerError if the abort gets no answer either, or no request
-        gets tokens (``_note_without_tokens``)."""
+        None if it is aborted at the gate. Raises ServerError if the abort gets no answer either, or no
+        request gets tokens (``_note_without_tokens``)."""
         if not await self._inflight.may_send(pending):
             return None
         limits = self._deadlines
@@ -276,15 +275,15 @@ class SglangEngine:
 
     def _note_without_tokens(self, now: float) -> None:
         """Note an overdue request without tokens. Raises ServerError if another was noted over ``abort_s``
-        ago with no tokens for any request since: a single one may have waited in the server's queue."""
+        ago, and no request got tokens since: a single one may have waited in the server's queue."""
         if self._no_tokens_since is None:
             self._no_tokens_since = now
         elif now - self._no_tokens_since > self._deadlines.abort_s:
             raise ServerError(f"{self.name}: no token for any request within {self._deadlines.request_s:g} s")
 
     async def _abort_overdue(self, pending: InflightRequest, timeouts: asyncio.Timeout) -> None:
-        """Abort one request from its deadline until cancelled; after a load, as a paused server answers no
-        abort."""
+        """At the request's deadline abort it, repeatedly until cancelled. Waits for a load in progress, as a
+        paused server answers no abort."""
         await asyncio.sleep(self._deadlines.request_s)
         async with self._one_control:
             pending.aborted = True
@@ -309,7 +308,7 @@ class SglangEngine:
 
 
 class InflightRequest:
-    """State of one request in flight: its id on the server, and whether it was aborted."""
+    """State of one unanswered request: its id on the server, whether it has routes or was aborted."""
 
     def __init__(self, routes: bool = False) -> None:
         self.rid = uuid.uuid4().hex
@@ -318,7 +317,7 @@ class InflightRequest:
 
 
 class InflightRequests:
-    """Requests in flight on one server, and the gate at which unsent ones wait during a load or sleep."""
+    """Unanswered requests to one server, and the gate at which unsent ones wait during a load or sleep."""
 
     def __init__(self) -> None:
         self.all: set[InflightRequest] = set()

@@ -2,20 +2,20 @@
 
 ``fused_digests(hf_path, tensor, device, flags)`` returns a ``WeightDigester`` for servers of ``tensor``
 tensor-parallel ranks: ``add(name, tensor)`` each weight, then ``result`` returns, for every rank, the hash of
-each tensor of the server, which its `/weights_checker` must report. For other layouts (quantized, unknown
-architecture or flag) it returns an ``UnknownDigests`` with the reason. Servers fuse and shard the tensors:
+each tensor of the server, which its `/weights_checker` must report. If the layout is unknown (experts on a
+GPU, quantization, architecture, flags) it returns ``UnknownDigests``. Servers fuse and shard the tensors:
 
-    Hugging Face              server                rank r of the server has
-    q_proj, k_proj, v_proj    qkv_proj              rows: its query, key, and value heads, shared between
-                                                    ranks if there are fewer heads than ranks
+    Hugging Face              server                a rank of the server has
+    q_proj, k_proj, v_proj    qkv_proj              rows: its query, key, and value heads; if there are fewer
+                                                    heads than ranks, several ranks have the same head
     gate_proj, up_proj        gate_up_proj          rows: its share of each
-    o_proj, down_proj         the same              columns: its share; a bias whole
+    o_proj, down_proj         the same              columns: its share; a bias in full
     embed_tokens, lm_head     the same              rows: its share of the zero-padded vocabulary
     norms                     the same              all
     experts.E.gate_proj, up   experts.w13_weight    of each expert in turn, rows: its share of each
     experts.E.down_proj       experts.w2_weight     of each expert in turn, columns: its share
     mlp.gate (router)         the same              all
-    shared_expert, its gate   as an MLP             the gate whole
+    shared_expert, its gate   as an MLP             as of an MLP; the gate in full
     in_proj_qkv, in_proj_z    in_proj_qkvz          rows: its share of queries, keys, values and gates
     in_proj_b, in_proj_a      in_proj_ba            rows: its share of each
     conv1d                    the same              rows: its share of queries, keys and values
@@ -70,7 +70,7 @@ Cut = Callable[[Tensor, int], list[Tensor]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a Hugging Face tensor is on a server: name of the fused tensor, part of it, and sharding."""
+    """Place of a Hugging Face tensor on a server: name of the fused tensor, part of it, and sharding."""
 
     name: str
     """Name of the server's fused tensor."""
@@ -83,7 +83,7 @@ class Place:
 
 
 class FusedLayout:
-    """Weight layout of a model on servers of ``tensor`` ranks: ``place(name)`` returns a ``Place``."""
+    """Weight layout of a model on servers of ``tensor`` ranks: ``place`` maps a name to a ``Place``."""
 
     def __init__(self, shape: ModelShape, tensor: int) -> None:
         self.tensor, self._tied = tensor, shape.tied
@@ -114,7 +114,7 @@ class FusedLayout:
         return replace(place, name=place.name.format(layer=layer and layer[2]))
 
     def _cut(self, mapping: Mapping, number: int) -> Cut:
-        """Return the sharding of one of the mapping's HF tensors; ranks share heads if heads are fewer."""
+        """Return the sharding of one of the mapping's HF tensors."""
         if mapping.hf_names[0] in self.vocabularies:
             return self._vocabulary
         if mapping.tp_dim is None:
@@ -237,7 +237,7 @@ class FusedDigests:
 def fused_digests(
     hf_path: Path, tensor: int, device: str, flags: Sequence[str] = ()
 ) -> FusedDigests | UnknownDigests:
-    """Return the digester for ``hf_path``'s model on servers with ``flags``, or the reason for none."""
+    """Return the digester for ``hf_path``'s model on servers with ``flags``; UnknownDigests says why none."""
     config: dict[str, Any] = json.loads((hf_path / "config.json").read_text())
     reason = None
     name, *_ = config.get("architectures") or ["a model without a class"]
@@ -293,7 +293,7 @@ class CpuHash:
 
 
 class GpuHash:
-    """SGLang's hash of a tensor on a GPU, for pieces on any device; calls as in ``CpuHash``."""
+    """SGLang's hash of a tensor on a GPU, here of pieces on any device; methods as in ``CpuHash``."""
 
     def __init__(self) -> None:
         self._rest_B: Tensor | None = None

@@ -1,6 +1,6 @@
-"""HTTP client of one SGLang server (``SglangServer``): an async method per endpoint; errors name the server.
+"""HTTP client of one SGLang server, ``SglangServer``, and the HTTP sessions that a process's clients share.
 
-Every control call has a deadline; ``generate`` has none: its caller (``SglangEngine``) sets it.
+Errors name the server. Control calls have a deadline; ``generate`` has one only from its caller.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ _LONG_REPLY_BYTES = 500_000
 _MODEL_MEMORY, _CACHE_MEMORY = ("weights", "cuda_graph"), "kv_cache"
 
 _KEEP_IDLE_S = 2.0
-"""Idle keep-alive, below uvicorn's 5 s, so that requests avoid closing ones (`KeptConnectionClosed`)."""
+"""Idle keep-alive, below uvicorn's 5 s, so that requests rarely meet a connection being closed."""
 
 _KEEP_NAMES_S = 3600
-"""Seconds for which a server's address is kept, while it takes connections. By default aiohttp asks for it
-every 10 s: a name server that fails for half a minute would then fail every health check, and cost all
-engines their requests."""
+"""Seconds for which a server's resolved address is cached while it accepts connections. By default aiohttp
+resolves it every 10 s: if a name server failed for half a minute, all engines would lose their requests."""
 
 _READ_BYTES = 1 << 20
 """Unread reply bytes at which aiohttp stalls the server; at its 64 kB replies with routes stall often."""
@@ -52,10 +51,10 @@ clusters drop silent connections after minutes, and a request may be silent for 
 
 
 class HttpSessions:
-    """HTTP connections to all servers: kept-alive ones for requests, a new one for every control call.
-    Construct it within an event loop and ``close`` it. Connections are unlimited, one per request in flight.
-    A call on a kept-alive connection fails if the server closes it at that moment: a generation request can
-    be resent, but not a control call (receiving a bucket twice would wait forever)."""
+    """The two aiohttp sessions that all ``SglangServer`` clients of one event loop share: ``kept`` reuses
+    connections, for generation requests; ``new`` opens one for each control call. A server may close an idle
+    connection just as a call reuses it: a generation request is then resent, but most control calls must not
+    be repeated. Connections are unlimited. Construct it within the loop; ``close`` closes both sessions."""
 
     def __init__(self) -> None:
         kept = _connector(keepalive_timeout=_KEEP_IDLE_S)
@@ -69,7 +68,7 @@ class HttpSessions:
         await self.new.close()
 
     def forget_address(self, url: str) -> None:
-        """Ask for a server's address again at the next connection: it may have moved."""
+        """Resolve a server's address again at its next connection: it may have moved."""
         parts = URL(url)
         for session in (self.kept, self.new):
             assert isinstance(session.connector, aiohttp.TCPConnector)
@@ -101,21 +100,21 @@ def _reuse_trace() -> aiohttp.TraceConfig:
 
 
 class ServerError(EngineError):
-    """An SGLang server refused, hung or gave an invalid answer. The message names it."""
+    """An SGLang server refused a call, hung or answered invalidly. The message names it."""
 
 
 class KeptConnectionClosed(ServerError):
-    """A kept-alive connection was closed during a request: it was idle, and a busy machine sent the request
-    late, despite ``_KEEP_IDLE_S``; or the server or the network failed. The request may be resent once."""
+    """A reused connection was closed during a request: the server closed it as idle while a busy machine sent
+    the request, despite ``_KEEP_IDLE_S``, or server or network failed. The caller may resend once."""
 
 
 class BadRequest(ServerError):
-    """Status 400: the request is wrong, not the server. ``generate`` turns this into ValueError."""
+    """Status 400: the request is wrong, not the server. ``generate`` raises it as ValueError."""
 
 
 class SglangServer:
     """HTTP client of the server at ``url``, in the event loop of ``sessions``: one async method per endpoint.
-    Failed calls raise ServerError, without retries. Callers ensure preconditions, such as a pause."""
+    A failed call raises ServerError, without retries. Callers ensure preconditions, such as a pause."""
 
     def __init__(
         self,
@@ -131,8 +130,8 @@ class SglangServer:
         self._control_s = control_timeout
 
     async def generate(self, request: GenerateRequest, rid: str, again: bool = False) -> Generation:
-        """Send one request under id ``rid`` and return its answer, after an abort the tokens so far.
-        ``again``: use a new connection; otherwise raises KeptConnectionClosed if a kept one was closed."""
+        """Send one request under id ``rid`` and return its answer, after an abort the tokens so far. Raises
+        ValueError if it is malformed, KeptConnectionClosed. ``again``: a resend, on a new connection."""
         session = self._sessions.new if again else self._sessions.kept
         payload = generate_payload(request, rid)
         try:
@@ -176,7 +175,7 @@ class SglangServer:
         return info if isinstance(info, dict) else {}
 
     async def is_alive(self) -> bool:
-        """Return whether the server answers. Does not use ``/ready``, which fails during weight loads."""
+        """Return whether the server answers; not by ``/ready``, which fails during weight loads."""
         try:
             await self._control("/model_info", timeout=5.0)
         except ServerError:
@@ -184,9 +183,9 @@ class SglangServer:
         return True
 
     async def update_from_disk(self, folder: Path, version: int, flush: bool, timeout: float) -> None:
-        """Load an HF folder's weights; an unpaused server first waits for all requests. ``flush`` empties the
-        prefix cache; no request may be running then. Without it the server must have no prefix cache: old
-        keys and values would serve new requests."""
+        """Load an HF folder's weights; an unpaused server first waits for all requests. ``flush``: also empty
+        the prefix cache; no request may be running. Otherwise the server must have no prefix cache: old keys
+        and values would serve new requests."""
         body = {
             "model_path": str(folder),
             "weight_version": str(version),
@@ -230,8 +229,8 @@ class SglangServer:
         await self._control("/update_weights_from_distributed", body, timeout)
 
     async def receive_handles(self, handles: Sequence[bytes], timeout: float) -> None:
-        """Load one bucket by ``handles``, one pickle of ``weight_sync/ipc.py`` per tensor-parallel rank. Only
-        the first rank answers; the others may still read until they take part in the next call."""
+        """Load one bucket by ``handles``, one pickle (``ipc.handles_of``) per tensor-parallel rank. Only the
+        first rank answers; the others may still read until they take part in the next call."""
         body = {
             "serialized_named_tensors": [base64.b64encode(handle).decode() for handle in handles],
             "flush_cache": False,
@@ -251,12 +250,12 @@ class SglangServer:
         await self._control("/flush_cache", {})
 
     async def release_memory(self, timeout: float) -> None:
-        """Release GPU memory (weights, CUDA graphs, KV cache), perhaps free only later. Unless the server is
-        paused with an empty batch, an assertion ends it."""
+        """Release GPU memory (weights, CUDA graphs, KV cache); it may become free later. An assertion kills
+        the server unless it is paused with an empty batch."""
         await self._control("/release_memory_occupation", {"tags": [*_MODEL_MEMORY, _CACHE_MEMORY]}, timeout)
 
     async def resume_model_memory(self, timeout: float) -> None:
-        """Reclaim the memory of CUDA graphs and weights (undefined until loaded). Crashes if not released."""
+        """Reclaim released memory of CUDA graphs and weights, then undefined. Crashes if not released."""
         await self._control("/resume_memory_occupation", {"tags": [*_MODEL_MEMORY]}, timeout)
 
     async def resume_cache_memory(self, timeout: float) -> None:
@@ -276,7 +275,7 @@ class SglangServer:
         return _with_tensors(str(reply["per_engine_checksum"]), reply.get("ranks"))
 
     async def _control(self, path: str, body: dict[str, Any] | None = None, timeout: float = 0.0) -> Any:
-        """POST ``body``, or GET without one, and return the answer, from JSON if it looks like JSON."""
+        """POST ``body``, or GET if it is None; return the answer, decoded if it looks like JSON."""
         sent = None if body is None else json.dumps(body).encode()
         text = await self._call(self._sessions.new, path, sent, timeout or self._control_s)
         try:
@@ -365,7 +364,7 @@ def _with_tensors(digest: str, ranks: Any) -> str:
 
 
 async def _ignoring(call: Awaitable[Any], says: str) -> None:
-    """Await ``call`` and ignore a ServerError that contains ``says``: there was nothing to do."""
+    """Await ``call``; ignore a ServerError whose message contains ``says``: there was nothing to do."""
     try:
         await call
     except ServerError as error:

@@ -1,7 +1,7 @@
-"""Requirements of SGLang servers, as functions that return a problem, a setting or a command.
+"""Requirements of SGLang servers: flags, environment variables, NCCL version, CUDA runtime, GPU placement.
 
-Flags, environment variables, NCCL version, CUDA runtime, placement on GPUs. Imports no third-party package,
-because `bapo doctor` runs on a bare machine.
+The constants name flags and settings, and say why; the functions check them or return what to set. Importing
+this file imports no third-party package, because `bapo doctor` runs on a bare machine.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ SHARED_FRACTION = 0.5
 
 
 def placement_problem(rollout: RolloutConfig, gpus: int, training: int) -> str | None:
-    """Return the placement error, with its fix, of servers that a run starts on rank 0's node; else None.
-    ``gpus``: GPUs of that node. ``training``: training processes, one on each of the first GPUs. Servers that
-    already run (``rollout.sglang.urls``) need none. `bapo plan` estimates the memory of colocated servers."""
+    """Return the error in the GPU placement of servers that a run starts on rank 0's node, with its fix; None
+    if there is none, or servers already run (``rollout.sglang.urls``). ``gpus``: GPUs of that node.
+    ``training``: training processes, one on each of the first GPUs. `bapo plan` estimates the memory."""
     from bapo_megatron.config.transports import TRANSPORTS  # imports third-party packages
 
     sglang = rollout.sglang
@@ -144,7 +144,7 @@ else:
 def check_nccl(servers: Path) -> None:
     """Raise ConfigError unless this environment and that of interpreter ``servers`` have one NCCL version.
     NCCL refuses a group whose ranks have unequal versions ("Mismatched NCCL version detected"). Each torch
-    wheel requires its own: torch 2.13.0 wants 2.29.7; torch 2.14.1, which SGLang 0.5.23 wants, 2.30.7."""
+    wheel requires its own: torch 2.13.0 requires 2.29.7; torch 2.14.1, for SGLang 0.5.23, 2.30.7."""
     trainer = Path(sys.executable)
     ours, theirs = _nccl_of(trainer), _nccl_of(servers)
     if ours != theirs:
@@ -156,7 +156,7 @@ def check_nccl(servers: Path) -> None:
 
 
 def nccl_settings(flags: Collection[str]) -> dict[str, str]:
-    """Return the NCCL environment variables that a server with ``flags`` sets unless they are set. A group
+    """Return the NCCL environment variables that a server with ``flags`` sets if they are unset. A group
     whose ranks differ in them fails to form: one rank offers cuMem memory, another opens it as CUDA IPC
     (NeMo-RL pull request 3612, SkyRL pull request 143). As ``_set_envs_and_config`` in SGLang's engine.py."""
     symmetric = "--enable-symm-mem" in flags
@@ -184,7 +184,7 @@ import subprocess, sys, torch_memory_saver
 with torch_memory_saver.configure_subprocess():
     sys.exit(subprocess.run([sys.executable, "-I", "-c", ""]).returncode)
 """
-"""An empty program under the preload that SGLang applies to a scheduler."""
+"""Program that runs an empty program with the preload that SGLang applies to a scheduler."""
 
 
 def library_path(python: Path, current: str | None) -> str | None:
@@ -195,7 +195,7 @@ def library_path(python: Path, current: str | None) -> str | None:
 
 
 def tried_preload(python: Path, environment: Mapping[str, str], deadline_s: float) -> CommandResult:
-    """Run an empty program in SGLang's interpreter under a scheduler's preload; returns its result."""
+    """Run an empty program in SGLang's interpreter with a scheduler's preload; return its result."""
     return run_command([str(python), "-c", _TRY], deadline_s, environment)
 
 

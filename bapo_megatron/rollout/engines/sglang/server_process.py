@@ -1,9 +1,8 @@
 """An SGLang server process on this machine: its flags, command, environment, start, readiness and end.
 
-``ServerProcess(command, environment, url, log)`` starts a server, with ``server_command`` and
-``server_environment`` as arguments; ``serve`` (`bapo rollout-server`) replaces this process with one. Each
-has a private temporary folder (TMPDIR) for its ZMQ sockets, which unpickle what they receive: in /tmp every
-user could list them.
+``ServerProcess(command, environment, url, log)`` starts a server with the results of ``server_command`` and
+``server_environment``; ``serve`` (`bapo rollout-server`) replaces the calling process with a server. A server
+has a private TMPDIR for its ZMQ sockets, which unpickle what they receive: in /tmp all users could list them.
 """
 
 from __future__ import annotations
@@ -110,14 +109,14 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
 
 
 def _routes(own: Sequence[str], cuda: bool) -> list[str]:
-    """Return flags of servers that return routes; keeps the recipe's ``own`` kernel or all-to-all choice."""
+    """Return the flags of servers that return routes. ``own``: the recipe's; its choice of a kernel stays."""
     chosen = _names(own, ROUTED_KERNEL[0]) or _names(own, "--moe-a2a-backend")
     return [flag(ROUTES), *(ROUTED_KERNEL if cuda and not chosen else ())]
 
 
 def _patience(config: RunConfig) -> list[str]:
-    """Return a watchdog flag above the longest weight load for ``on_update=in_place``, else none. SGLang ends
-    servers whose batch waits for 300 s (``create_scheduler_watchdog`` in invariant_checker.py)."""
+    """Return the flag of a watchdog that outlasts weight loads with ``on_update=in_place``, else none. SGLang
+    ends servers whose batch waits for 300 s (``create_scheduler_watchdog`` in invariant_checker.py)."""
     sglang = config.rollout.sglang
     if sglang.on_update != "in_place":
         return []
@@ -160,8 +159,8 @@ def server_command(
 
 def config_overrides(hf_path: Path) -> dict[str, Any]:
     """Return config.json fields that a server needs and ``hf_path`` lacks: hybrid fields that transformers
-    omits, and the choice of a multi-modal model's text model. Empty for an unreadable config.json, which
-    SGLang reports. Raises ConfigError for a hybrid that SGLang does not serve."""
+    omits, and the choice of a multi-modal model's text model. Empty if config.json is unreadable, which
+    SGLang reports, or of another family. Raises ConfigError for a hybrid that SGLang does not serve."""
     try:
         config = json.loads((hf_path / "config.json").read_text())
         family = FAMILIES[config["model_type"]]
@@ -188,7 +187,7 @@ class ServeCommand:
 
 
 def serve(command: ServeCommand, cuda: bool) -> NoReturn:
-    """Replace this process with the server (exec), which so gets its signals and sets its exit code."""
+    """Replace this process with a server (exec), which thus gets its signals and sets its exit code."""
     run = command.run
     python, flags = sglang_python(run.rollout.sglang.python), server_flags(run, cuda=cuda)
     line = server_command(python, run.model.hf_path, command.host, command.port, cuda, flags)
@@ -207,9 +206,9 @@ def server_environment(
     python: Path | None = None,
     host: str | None = None,
 ) -> dict[str, str]:
-    """Return a server's environment: this process's without the trainer's variables, plus its own.
-    ``key_file``: API key file, None for no authentication. ``python``: SGLang's interpreter. ``host``: a
-    non-loopback listening address."""
+    """Return a server's environment: this process's without the trainer's variables, plus those of servers.
+    ``key_file``: API key file, None for no authentication. ``python``: SGLang's interpreter. ``host``: the
+    listening address, which needs no proxy."""
     # No proxy: a server ends unless it reaches itself (``_execute_server_warmup`` in http_server.py).
     environment = os.environ | _VARIABLES | without_proxy(host)
     for name in [*_OTHER_ENVIRONMENT, KEY_FILE_VARIABLE, *filter(_is_of_launcher, environment)]:
@@ -257,9 +256,9 @@ def sglang_python(given: Path | None = None) -> Path:
 
 
 class ServerProcess(ChildProcess):
-    """A running server: a process group with a private temporary folder, which ends when this process ends.
-    Its children end with it, even during their imports, before SGLang's schedulers tie themselves to it.
-    Calls block: ``wait_ready``, ``stop``. Call ``close`` also after the server has ended by itself."""
+    """A running server process, which ends with this process. Its children end with it, even during their
+    imports, when SGLang's schedulers have not yet tied themselves to it. ``wait_ready`` and ``stop`` block.
+    Call ``close`` or ``stop`` even if the server has ended: they remove its private temporary folder."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> None:
         """Start the server and append its output to ``log``. Raises OSError if it cannot be started."""
@@ -271,7 +270,7 @@ class ServerProcess(ChildProcess):
             super().__init__(command, environment, guarded=True, stdout=output, stderr=subprocess.STDOUT)
 
     def wait_ready(self, seconds: float = 300.0) -> None:
-        """Wait until the server is ready. Raises RuntimeError with its log's end if it ends or is slow."""
+        """Wait until it is ready. If it ends, or is stopped as too slow, raises RuntimeError with its log."""
         deadline = time.monotonic() + seconds
         while not self.is_ready():
             if self.process.poll() is not None:
@@ -284,7 +283,7 @@ class ServerProcess(ChildProcess):
             time.sleep(0.2)
 
     def stop(self, seconds: float = 10.0) -> None:
-        """End the server and its children: SIGTERM, then SIGKILL after ``seconds``."""
+        """End the server and its children: SIGTERM, after ``seconds`` SIGKILL. Then ``close``."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):

@@ -39,11 +39,11 @@ _NEUTRAL = {
     "frequency_penalty": 0.0,
 }
 """SGLang's defaults, sent because a server's ``--preferred-sampling-params`` replace omitted fields and would
-silently change the distribution, without a trace in the log-probs."""
+change the distribution without a trace in the log-probs."""
 
 
 class BadReply(Exception):
-    """An answer is not a valid generation and must not be trained on; the message says why."""
+    """An answer is not a valid generation, so it must not be trained on; the message says why."""
 
 
 def generate_payload(request: GenerateRequest, rid: str) -> bytes:
@@ -97,11 +97,10 @@ def generation_of(request: GenerateRequest, body: bytes) -> Generation:
 def _routes(
     request: GenerateRequest, text: memoryview | None, tokens: int, reason: FinishReason
 ) -> np.ndarray | None:
-    """Return an answer's routes; None if it has none. Raises BadReply if they do not fit the model. Invalid
-    all-zero routes count as none: the server's kernel chooses experts itself (``ROUTED_KERNEL`` in
-    requirements.py). An answer without routes ends the run; an empty text or an abort's zeros are only one
-    bad answer. An abort with tokens and no routes gets unknown routes: the request waited in the server's
-    queue, because its cache was full (``_handle_abort_req`` in tokenizer_manager.py)."""
+    """Return an answer's routes; None if it has none, for which the caller ends the run. Raises BadReply if
+    they do not fit the model. Invalid all-zero routes count as none: the server's kernel chooses experts
+    itself (``ROUTED_KERNEL`` in requirements.py). An aborted answer with tokens but no routes, from a request
+    that waited for free cache (``_handle_abort_req`` in tokenizer_manager.py), gets unknown routes."""
     if request.routes is None:
         return None
     if text is None:
@@ -181,7 +180,7 @@ def _unknown_routes(tokens: int, shape: RouteShape) -> np.ndarray:
 
 
 def without_old_routes(generation: Generation) -> Generation:
-    """Return the generation with unknown routes for older weights' tokens, which a retraction recomputed."""
+    """Return the generation with unknown routes for tokens of older weights: a retraction recomputed them."""
     if generation.routes_R is None or (generation.versions_R == generation.versions_R[-1:]).all():
         return generation
     routes_R = generation.routes_R.copy()

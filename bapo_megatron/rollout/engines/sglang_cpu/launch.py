@@ -1,8 +1,8 @@
-"""CPU launcher of an SGLang server: ``sglang.launch_server`` with stand-ins and API key, same flags.
+"""Launcher of an SGLang server on a CPU: ``sglang.launch_server`` with stand-ins and API key, same flags.
 
-Run by path, in SGLang's environment; the key is in the file BAPO_SGLANG_API_KEY_FILE, if set. For a faster
-start workers are forked, which shares imports (CUDA would not survive it), only the served model's module is
-imported, and garbage collection, a fifth of a start, is off meanwhile.
+Run by path, in SGLang's environment; the key is in the file that BAPO_SGLANG_API_KEY_FILE names, if set. For
+a faster start workers are forked, which shares imports (CUDA would not survive it), only the served model's
+module is imported, and garbage collection, which takes a fifth of a start, is off meanwhile.
 """
 
 import argparse

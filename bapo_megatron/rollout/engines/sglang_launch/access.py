@@ -1,7 +1,7 @@
 """Access control inside an SGLang server process: API key from a file, private sockets, no key in the log.
 
-A launcher calls ``install()`` and sets the key that it returns in the server's settings. SGLang itself checks
-it (``srt/utils/auth.py``) on all paths but those beginning with /health, /ready, /metrics.
+A launcher calls ``install()`` and passes the key that it returns to SGLang, which checks it
+(``srt/utils/auth.py``) on all paths but those that begin with /health, /ready or /metrics.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""API key file of a run: ``make_key_file`` writes a random key, ``read_key_file`` reads it."""
+"""API key file of a run: ``make_key_file`` writes a random key, ``read_key_file`` returns a file's key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 VARIABLE = "BAPO_SGLANG_API_KEY_FILE"
-"""Environment variable with the path of a key file; a launched server reads its key there."""
+"""Environment variable with the path of a key file, from which a launched server reads its key."""
 
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 

@@ -1,7 +1,7 @@
 """Launcher of an SGLang server with an API key: ``sglang.launch_server``, same flags.
 
-Run by path, in SGLang's environment. The key is in the file BAPO_SGLANG_API_KEY_FILE: every user of the
-machine can read command lines. SGLang's spawned worker processes import this file again.
+Run by path, in SGLang's environment. The key is in the file that BAPO_SGLANG_API_KEY_FILE names, not in a
+flag, which every user of the machine could read. SGLang's spawned worker processes import this file again.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Launcher of SGLang's router with an API key: ``sglang_router.launch_router``, same flags.
 
-Run by path, in SGLang's environment. The key is in the file BAPO_SGLANG_API_KEY_FILE: every user of the
-machine can read command lines, from which the router itself takes its key.
+Run by path, in SGLang's environment. The key is in the file that BAPO_SGLANG_API_KEY_FILE names, not in the
+router's own flag, which every user of the machine could read.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Stand-in for sgl-kernel's CPU build, which is not on PyPI: the names that SGLang 0.5.23 imports.
 
-Under ``torch.ops.sgl_kernel`` it registers only the hybrids' operators (``mamba.py``): SGLang then finds no
-AMX support and takes its plain torch paths, which call one function of this file.
+It registers only the hybrids' operators under ``torch.ops.sgl_kernel`` (``mamba.py``): SGLang then finds no
+AMX support and takes its plain torch paths, which call one function of this file; its others raise.
 """
 
 from typing import Any, NoReturn

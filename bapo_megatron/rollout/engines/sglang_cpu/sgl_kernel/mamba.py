@@ -3,7 +3,7 @@
 Three functions, and seven operators registered under ``torch.ops.sgl_kernel``, as SGLang 0.5.23 calls them
 for ``srt/models/qwen3_5.py``. Each request has a state slot in the server: the convolution's last inputs
 [slots, channels, width - 1], and the recurrent state [slots, H, V, K] (H value heads, K and V the key and
-value sizes); the functions update both in place. The delta rule runs token by token, for toy models:
+value sizes); the functions update both in place. The delta rule runs token by token, fit for toy models:
 
     S <- exp(g) S;  S <- S + beta (v - S k) k^T;  o = S q / sqrt(K)
 
@@ -31,7 +31,7 @@ def causal_conv1d_fn_cpu(
     query_start_loc: Tensor,
     **_other: Any,
 ) -> Tensor:
-    """Convolve a prefill [channels, tokens] by sequence; stores each sequence's last inputs."""
+    """Convolve a prefill, [channels, tokens], sequence by sequence; store each sequence's last inputs."""
     outputs = []
     bounds = query_start_loc.tolist()
     kept = conv_states.shape[-1]
@@ -54,7 +54,7 @@ def causal_conv1d_update_cpu(
     *,
     conv_state_indices: Tensor,
 ) -> Tensor:
-    """Convolve one new token of each request, [requests, channels]; updates the stored inputs."""
+    """Convolve one new token of each request, [requests, channels]; update the stored inputs."""
     slots = conv_state_indices.long()
     whole = torch.cat([conv_states[slots].to(x.dtype), x[:, :, None]], dim=2)
     conv_states[slots] = whole[:, :, 1:].to(conv_states.dtype)
@@ -74,7 +74,7 @@ def chunk_gated_delta_rule_cpu(
     head_first: bool,
     use_qk_l2norm_in_kernel: bool,
 ) -> tuple[Tensor, Tensor, None]:
-    """Apply the delta rule to a prefill [1, tokens, heads, size]; stores the sequences' states."""
+    """Apply the delta rule to a prefill, [1, tokens, heads, size]; store the sequences' states."""
     assert not head_first
     assert use_qk_l2norm_in_kernel
     out = _delta_rule(q[0], k[0], v[0], g[0], beta[0], initial_state, initial_state_indices, cu_seqlens)

@@ -1,7 +1,8 @@
 """Export of a policy's streamed weights: ``export_hf`` writes them as a Hugging Face folder, blocking.
 
-For the final policy of a run and of SFT; ``exports.py`` exports checkpoints. ``check_export_output`` is its
-preflight; ``keep_others`` moves foreign content at its place aside.
+For the final policy of a run and of SFT; ``exports.py`` exports checkpoints. If other content is at the
+output path, the preflight of SFT raises ConfigError (``check_export_output``); a run renames that content
+(``keep_others``).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _SHARD_BYTES = 4 * 2**30
 def export_hf(
     weights: Iterator[tuple[str, Tensor]], reference: Path, output: Path, shard_bytes: int = _SHARD_BYTES
 ) -> None:
-    """Export ``weights`` as a Hugging Face folder, with copies of ``reference``'s config and tokenizer.
+    """Export ``weights`` as a Hugging Face folder, with config, tokenizer and untrained tensors of
+    ``reference``, the initial model's folder.
 
     Collective: every rank exhausts the iterator; rank 0 writes, holding one tensor in host memory. ``output``
     appears complete at the end and replaces an earlier export; any other content raises ConfigError. Raises
@@ -80,13 +82,13 @@ def _write_tensor(plan: OutputPlan, name: str, tensor: Tensor) -> None:
 
 
 def check_export_output(output: Path) -> None:
-    """Preflight: raise ConfigError if ``output`` exists and is not an earlier export."""
+    """Preflight: raise ConfigError if ``output`` exists and is not an export of this program."""
     check_replaceable(output, _WRITER, foreign)
     check_aside(output, replaced_folder(output), _WRITER, foreign)
 
 
 def keep_others(output: Path) -> list[Path]:
-    """Rename foreign content at the place of an export to keep it; return the new names."""
+    """Rename content at ``output`` that no export wrote, to keep it; return the new paths."""
     places = [output, *([replaced_folder(output)] if os.path.lexists(output) else [])]
     return [kept for place in places if (kept := move_foreign_aside(place, foreign)) is not None]
 

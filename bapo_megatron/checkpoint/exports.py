@@ -1,10 +1,10 @@
-"""Background exports of checkpoints to Hugging Face folders during training, and the user's hook.
+"""Background exports of checkpoints to Hugging Face folders during training, and a user's command after each.
 
     exports/step_000120/   config, tokenizer, safetensors: complete or absent
 
 The training loop's rank 0 offers each checkpoint to ``StepExports`` and polls it; ``AfterExport`` runs the
-hook. With ``checkpoint.export_every`` a low-priority process converts one checkpoint at a time from file to
-file; the trainer does not wait. One more checkpoint is queued, and a newer one replaces it, so at most two
+command. With ``checkpoint.export_every`` a low-priority process converts one checkpoint at a time from file
+to file; the trainer does not wait. At most one more is queued; a newer one replaces it, so at most two
 checkpoints are protected from deletion, however slow the disk is. The process is
 
     python -m bapo_megatron.checkpoint.exports CHECKPOINT OUTPUT MODEL PARENT
@@ -14,8 +14,8 @@ ends with the trainer.
 
 ``checkpoint.after_export`` is the user's command for each export, such as an upload. One runs at a time in
 its own process; a failure is an event and a warning, and does not fail the run. RUN/after_export.json lists
-the exports with a successful command; the next start runs the others again. Delivery is at least once: a kill
-may come between a command's end and its record.
+the exports with a successful command; for the others the next start runs it. Delivery is at least once: a
+kill may come between a command's end and its record.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 class StepExports:
     """Background exports of one run, on rank 0: ``offer`` a checkpoint, then ``poll``. One export runs, one
-    more is queued, and a newer one replaces it. A failed export is an event and a warning. Only ``close``
-    waits."""
+    is queued; a newer one replaces the queued one (event `export_skipped`). A failed export is an event and a
+    warning. Only ``close`` waits; it terminates a running export, which the next start repeats."""
 
     def __init__(
         self, paths: RunPaths, model: Path, every: int, on_event: OnEvent, after: AfterExport | None = None
@@ -179,9 +179,9 @@ def _wait(process: subprocess.Popen[str], began: float) -> tuple[int, str, float
 
 
 class AfterExport:
-    """Queue of a run's export hooks (the user's command), by step, on rank 0. No method waits for a command:
-    ``exported`` and ``exported_last`` queue, ``poll`` starts the next command and records a finished one as
-    event and in RUN/after_export.json. The next start retries failed commands."""
+    """Queue of the user's command (``checkpoint.after_export``) for each export, on rank 0. No method waits:
+    ``exported`` and ``exported_last`` queue the command; ``poll`` starts it, kills it at its time limit, and
+    records its end as an event and a success in RUN/after_export.json. The next start retries the rest."""
 
     def __init__(
         self,
@@ -207,21 +207,20 @@ class AfterExport:
         return self._running is not None or bool(self._waiting)
 
     def resume(self) -> None:
-        """Queue exports of earlier starts without a successful command, oldest first."""
+        """Queue the command for exports of earlier starts for which it has not succeeded, oldest first."""
         for (step, updates), folder in sorted(step_entries(self._paths.step_exports)):
             is_due = not updates and step != self._last_step and step_name(step) not in self._done
             if is_due and (folder / "config.json").exists():
                 self._add(step)
 
     def exported(self, step: int) -> None:
-        """Queue the new export of ``step`` unless it is the last step; start its command if none is
-        running."""
+        """Queue the command for the new export of ``step``, unless that is the last; start it if idle."""
         if step != self._last_step:
             self._again(step)
 
     def exported_last(self, is_new: bool) -> None:
-        """Queue the final export, if its command has not succeeded yet. ``is_new``: it was just written, so
-        its command runs even after an earlier success."""
+        """Queue the command for the final export, if it has not succeeded yet. ``is_new``: the export was
+        just written, so the command runs even after an earlier success."""
         if is_new:
             self._again(self._last_step)
         elif step_name(self._last_step) not in self._done:

@@ -1,11 +1,11 @@
 """Fork (``--fork``): new run from another run's checkpoint, with its weights, optimizer and data position.
 
     NEW/checkpoints/step_000120/   the other run's checkpoint: hard links to its files, or copies
-    NEW/fork.json                  its origin (``fork_record.py``)
+    NEW/fork.json                  record of its origin (``fork_record.py``)
 
-``check_fork`` is the preflight, before process groups exist, and raises ConfigError. ``make_fork`` is
-collective: it creates these files, before the new run searches for its checkpoint. The other run may be
-training and is only read.
+``check_fork`` is the preflight, before process groups exist, and raises ConfigError. ``make_fork``, which all
+ranks of the new run call, creates these files; the run then continues from that checkpoint as in a resume.
+The other run is only read, and may be training.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ T = TypeVar("T")
 
 
 def check_fork(config: RunConfig, source: ForkSource | None) -> None:
-    """Preflight: raise ConfigError if ``--fork`` or a run directory with a fork cannot be used. A directory
-    that already is this fork is resumed, even if the other run is gone."""
+    """Preflight: raise ConfigError if the fork of ``source`` cannot be made or resumed; with None (no
+    ``--fork``), if the run directory is an unfinished fork. A resumed fork does not need the other run."""
     fork, is_begun = read_fork(config.directory), _has_checkpoint(config.paths)
     if source is None:
         if fork and not is_begun:
@@ -94,8 +94,8 @@ def _check_source(config: RunConfig, source: ForkSource) -> None:
 
 
 def _candidate(source: ForkSource) -> tuple[int, Path]:
-    """Return step and path of the checkpoint that ``source`` names; raise ConfigError if there is none. One
-    within a step is not a candidate: the batch of its step belongs to the other run."""
+    """Return step and path of the checkpoint that ``source`` names; raise ConfigError if there is none. A
+    checkpoint within a step does not count: the batch of that step belongs to the other run."""
     entries = newest_first(source.paths.checkpoints)
     whole = {step: path for (step, updates), path in entries if not updates}
     step = max(whole, default=None) if source.step is None else source.step
@@ -116,7 +116,7 @@ def _has_checkpoint(paths: RunPaths) -> bool:
 
 
 def make_fork(config: RunConfig, source: ForkSource) -> None:
-    """Make the run directory a fork of ``source``, unless it is one; its lock must be held. Collective.
+    """Make the run directory, locked by rank 0, a fork of ``source``, unless it is one already. Collective.
     Raises ConfigError if the checkpoint is damaged; RunStopped if the disk is full or fails."""
     paths = config.paths
     fork = broadcast_from_main(read_fork(paths.root) if is_main() else None)

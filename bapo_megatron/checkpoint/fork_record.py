@@ -1,8 +1,8 @@
 """Fork record, ``fork.json``: which run and step a forked run began from, and that run's settings.
 
-``write_fork`` writes it once; ``read_fork`` returns it, or None for a run that is not a fork. Other functions
-compare the fork's settings with it. The other run is not read again: it may continue, move or be deleted.
-Nothing here is collective.
+``write_fork`` writes it once; ``read_fork`` returns it, or None for a run that is not a fork. The other run
+is then no longer read: it may continue, move or be deleted. ``changes_algorithm``, ``changed_data`` and
+``may_differ`` return which restored state its changed settings affect. Nothing here is collective.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class ForkSource:
-    """Parsed value of ``--fork``, ``RUN`` or ``RUN:STEP``: the other run's directory; its step or None."""
+    """Parsed value of ``--fork``, ``RUN`` or ``RUN:STEP``: the other run's directory, and a step or None."""
 
     run: Path
     step: int | None
-    """None: newest whole checkpoint between two steps."""
+    """None: the newest checkpoint that is not within a step."""
 
     @classmethod
     def of(cls, text: str) -> ForkSource:
@@ -71,7 +71,7 @@ class Origin:
 @dataclass(frozen=True)
 class Fork:
     """Content of ``fork.json``: the fork's origin, the digest of the checkpoint's manifest, the other run's
-    settings by dotted names, and the origins of the other run itself."""
+    settings by dotted names, and, if the other run is itself a fork, its lineage."""
 
     origin: Origin
     manifest_sha256: str
@@ -97,7 +97,7 @@ def write_fork(paths: RunPaths, fork: Fork) -> None:
 
 
 def read_fork(run_dir: Path) -> Fork | None:
-    """Return the content of ``fork.json``; None if there is none."""
+    """Return the content of ``fork.json``, with settings migrated to the present fields; None without one."""
     path = RunPaths(run_dir).fork
     if not path.exists():
         return None
@@ -116,7 +116,7 @@ def read_fork(run_dir: Path) -> Fork | None:
 
 
 def changes_algorithm(config: RunConfig, fork: Fork) -> bool:
-    """Return whether the fork changes the algorithm, so that its state between updates may not fit."""
+    """Return whether the fork changes the algorithm, so that the stored ``UpdateLoss`` state may not fit."""
     names = _changed_names(config, fork, ("algorithm.",))
     return any(not name.startswith(("algorithm.gap_", "algorithm.on_gap")) for name in names)
 
@@ -126,7 +126,7 @@ def _changed_names(config: RunConfig, fork: Fork, fields: Iterable[str]) -> list
 
 
 def changed_data(config: RunConfig, fork: Fork) -> str | None:
-    """Return a text of the fork's changed data settings that change its prompts; None if there are none."""
+    """Return a text that lists the fork's changed data settings if they change its prompts; else None."""
     # The sampler itself compares the number of prompts excluded by the length limit.
     told = [
         f"{name} is {now}, and was {then}"
@@ -162,7 +162,7 @@ def may_differ(config: RunConfig, fork: Fork) -> set[str]:
 
 
 def lineage_text(run_dir: Path) -> str | None:
-    """Return a text of a forked run's lineage and changed settings; None if it is not a fork."""
+    """Return a forked run's lineage and changed settings as text; None if it is not a fork."""
     fork = read_fork(run_dir)
     if fork is None:
         return None

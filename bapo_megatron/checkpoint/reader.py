@@ -1,10 +1,10 @@
-"""Checkpoint reader: ``latest_checkpoint`` returns a run's newest whole checkpoint, every byte verified.
+"""Checkpoint reader: ``latest_checkpoint`` returns a run's newest intact checkpoint, every byte verified.
 
-Collective: every rank reads and verifies its share of the files against the manifest. A damaged checkpoint is
-passed over, or, where none is left, raises CheckpointError on all ranks. An unreadable one (permissions,
-failing file system) raises ConfigError or FailingDiskError on the rank that meets it, because the run would
-otherwise continue from an older one and delete it. The result holds the training loop's state (trainer.json);
-``Policy.load`` loads model and optimizer.
+Collective: every rank reads and verifies its share of the files against the manifest. Damaged checkpoints are
+skipped; if all are damaged, or recorded ones are gone, every rank raises CheckpointError. A checkpoint that
+cannot be read (permissions, failing file system) raises ConfigError or FailingDiskError on the rank that
+meets it: the run would otherwise continue from an older one and delete it. The returned ``Checkpoint`` has
+only the training loop's state (trainer.json); ``Policy.load`` loads model and optimizer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Checkpoint:
     trainer: dict[str, Any]
     """State of the training loop, as passed to ``CheckpointStore.begin``."""
     passed_over: tuple[str, ...] = ()
-    """Newer, damaged checkpoints, each with its damage."""
+    """Newer checkpoints that were skipped, each with its damage."""
 
     @property
     def step(self) -> int:
@@ -54,7 +54,7 @@ class Checkpoint:
 
 
 def latest_checkpoint(paths: RunPaths) -> Checkpoint | None:
-    """Return a run's newest whole checkpoint; None if it never had one. Collective.
+    """Return a run's newest intact checkpoint; None if it never had one. Collective.
 
     Skips a damaged checkpoint with a message. Raises CheckpointError, on every rank, if all are damaged, or
     if their folder is empty but the run has recorded one (an unmounted disk): a start at step 1 would erase

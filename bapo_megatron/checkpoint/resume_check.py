@@ -1,14 +1,14 @@
 """Resume check: compares a resumed run's restored state with the fingerprint in its checkpoint.
 
 ``state_fingerprint`` measures the fingerprint, at a save and again before a resumed run's first step;
-``fingerprint_differences`` returns a line per difference, which the caller turns into a ResumeError unless
-``RunConfig.accept_resume_mismatch`` names it. A fingerprint holds:
+``fingerprint_differences`` returns a line per difference; for those that ``RunConfig.accept_resume_mismatch``
+does not list, ``trainer/resume.py`` raises ResumeError. A fingerprint has:
 
 - bit digests of weights and optimizer, which must be equal at every layout;
-- log-probs of a canary, a few random sequences: the same model code, temperature and kernels. They differ by
-  rounding and are compared with a tolerance. A mixture of experts is measured with given routes, because
-  rounding decides between nearly equal experts;
-- policy version, learning rate and sampler position.
+- log-probs of a canary, a few random sequences, which reveal other model code, temperature or kernels. They
+  are compared with a tolerance for rounding, and at fixed routes in a mixture of experts, because rounding
+  decides between nearly equal experts;
+- policy version, learning rate and sampler position; the sampler may be ahead of the checkpoint.
 
 Measuring it is collective, and costs a forward pass over 192 tokens and a digest of the whole state.
 """
@@ -36,13 +36,11 @@ from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 
 _TOKENS, _LONGEST, _SEED = 192, 64, 20
 _NOISE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Tolerance of the canary, by weight dtype: mean |log-prob now - log-prob then|, in nats.
-
-Another layout, kernel or machine changes the order of sums, which moves each log-prob by noise with standard
-deviation s. The mean of n normal |noise| values is sqrt(2 / pi) s = 0.80 s +- 0.60 s / sqrt(n). In bfloat16 s
-is 0.02 to 0.05, so over the canary's 150 tokens or more the mean is at most 0.040 +- 0.003, and the tolerance
-is 2.5 times that. In float32 s is below 1e-4.
-"""
+"""Tolerance of the canary, by weight dtype: mean |log-prob now - log-prob then|, in nats. Another layout,
+kernel or machine changes the order of sums, which moves each log-prob by noise with standard deviation s. The
+mean of n normal |noise| values is sqrt(2 / pi) s = 0.80 s +- 0.60 s / sqrt(n). In bfloat16 s is 0.02 to 0.05,
+so over the canary's 150 tokens or more the mean is at most 0.040 +- 0.003; the tolerance is 2.5 times that.
+In float32 s is below 1e-4."""
 
 _WHAT = {
     "version": "version of the policy",
@@ -64,8 +62,8 @@ def state_fingerprint(
     sampler: dict[str, Any] | None,
     compared_with: Fingerprint | None = None,
 ) -> Fingerprint:
-    """Return the fingerprint of the present state, equal on every rank. ``sampler``: its state. Collective.
-    ``compared_with``: a checkpoint's fingerprint; in an earlier version its canary has no routes."""
+    """Return the fingerprint of the present state, equal on every rank. Collective. ``sampler``: its state.
+    ``compared_with``: a checkpoint's fingerprint, whose canary has no routes if an early version wrote it."""
     model, samples = read_model_shape(config.model.hf_path), with_token_indices(_canary(config))
     is_routed = model.experts is not None and (compared_with is None or "routes" in compared_with["canary"])
     if is_routed:
@@ -86,9 +84,9 @@ def state_fingerprint(
 
 
 def fingerprint_differences(config: RunConfig, stored: Fingerprint, current: Fingerprint) -> dict[str, str]:
-    """Return a line for each difference between the checkpoint's and the present fingerprint, by name. The
-    learning rate may differ if a field that determines it was allowed to change. In checkpoints of earlier
-    versions without bit digests only version, learning rate and sampler are compared."""
+    """Return a line for each difference between the checkpoint's and the present fingerprint, by name in
+    ``accept_resume_mismatch``. The learning rate may differ if ``allow_change`` has a field that determines
+    it. Checkpoints of early versions have no bit digests: weights, optimizer and canary are not compared."""
     lines = {}
     if current["version"] != stored["version"]:
         lines["version"] = _line(stored["version"], current["version"])

@@ -1,9 +1,10 @@
 """Run directory: its lock, its stored configuration, and the rules for changing settings on a resume.
 
-``only_writer`` holds the lock during the run, on rank 0. ``store_config`` writes the configuration,
-``read_config`` returns it, ``check_same_run`` refuses a resume with settings that may not change. Checks are
-preflight: they only create the directory and its lock file, and raise ConfigError. File names:
-``runtime/run_paths.py``.
+Rank 0 holds the lock during a run (``only_writer``) and writes config.json at each start (``store_config``).
+``check_same_run``, a preflight, refuses a resume that changes a fixed setting without ``--allow-change``;
+``check_partial_step``, once the newest checkpoint is known, refuses even an allowed change of algorithm or
+seed within a step. Both raise ConfigError. Older runs are migrated: ``read_config`` adds new fields and drops
+removed ones; ``with_former_defaults`` keeps the defaults that they began with.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ FORMAT = 2
 """Format version of the run directory; other versions are refused."""
 
 _REQUEUED_WAIT_S, _LOOK_S = 180.0, 1.0
-"""Longest wait of a requeued job for the lock, and polling interval, in seconds. A file server may keep a
-dead node's lock for two minutes (NFS: 90 s)."""
+"""Longest wait of a requeued job for the lock (servers keep a dead node's up to 2 min); polling interval."""
 
 _CONFIG_BYTES = 64 << 20
 
@@ -43,7 +43,7 @@ _DEFAULT_PRESET = "default_preset"
 """Entry of config.json, missing in runs that began before recipes had the preset ``paper``."""
 
 _FORMER = balanced()
-"""Preset of recipes before ``paper``; differs from it only by ``scope`` and ``bounds_tokens``."""
+"""Preset of recipes before ``paper``; differs only in ``scope`` and ``bounds_tokens``."""
 
 _DEFAULT_ON_FAILURE = "default_on_failure"
 """Entry of config.json, missing in runs that began before failed scores were left out."""
@@ -121,7 +121,7 @@ _ADDED: dict[str, Any] = {
     "reward.outage_minutes": 30.0,
     "reward.math_allow_operations": False,  # was True then; a resumed run scores as new runs do
 }
-"""Fields that older run directories lack, with their value at that time."""
+"""Fields that older run directories lack, with their value at that time unless a comment says otherwise."""
 
 _ADDED_TO_SOURCES: dict[str, Any] = {"reward": None, "environment": None}
 """The same for entries of ``data.sources``."""
@@ -156,7 +156,7 @@ _MAY_NOT_CHANGE = ("rollout.sglang.on_update",)  # it decides which keys and val
 
 
 def check_writable(directory: Path) -> None:
-    """Preflight: create the run directory; raise ConfigError if it cannot be created or written."""
+    """Preflight: create the run directory and its lock file; raise ConfigError if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         open_lock(RunPaths(directory).lock).close()
@@ -166,8 +166,9 @@ def check_writable(directory: Path) -> None:
 
 @contextmanager
 def only_writer(directory: Path) -> Iterator[None]:
-    """Context manager: hold the lock of a run directory. Raises ConfigError if it is held (after a wait in a
-    requeued job) or the file system has no locks, StorageFailed if the lock server does not answer."""
+    """Context manager: hold the lock of a run directory, or of an evaluation's folder. Raises ConfigError if
+    another process holds it (a requeued job first waits up to three minutes) or the file system has no locks;
+    StorageFailed if the lock server does not answer."""
     with open_lock(RunPaths(directory).lock) as lock:
         try:
             _take(lock)
@@ -184,7 +185,7 @@ def only_writer(directory: Path) -> Iterator[None]:
 
 
 def _take(lock: BinaryIO) -> None:
-    """Lock the file. Raises BlockingIOError if it is held, in a requeued job after a wait."""
+    """Lock the file. Raises BlockingIOError if another process holds it, in a requeued job after a wait."""
     is_requeued = (environment_variable("BAPO_RESTART") or "0") != "0"
     deadline = time.monotonic() + (_REQUEUED_WAIT_S if is_requeued else 0.0)
     while True:
@@ -197,9 +198,9 @@ def _take(lock: BinaryIO) -> None:
 
 
 def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
-    """Preflight of a resume: raise ConfigError with every changed setting that may not change. A directory
-    without a finished step fits any settings. Also raises ConfigError if a training run would continue a
-    ``--rollout-only`` run (``samples_only``) or vice versa, or end at a step that it has passed."""
+    """Preflight of a resume: raise ConfigError with all changed settings that may not change; before the
+    first finished step any may. Also raises ConfigError if training would continue a ``--rollout-only`` run
+    or vice versa (``samples_only``: what starts now), or if a checkpoint is later than ``steps``."""
     stored = _stored(config.directory)
     _check_kind(config.paths, stored or {}, samples_only)
     _check_last_step(config)
@@ -221,7 +222,7 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
 
 
 def _check_last_step(config: RunConfig) -> None:
-    """Raise ConfigError for a checkpoint after ``steps``, whose weights would be exported as the result."""
+    """Raise ConfigError for a checkpoint later than ``steps``: it would be exported as the result."""
     entries = step_entries(config.paths.checkpoints)
     newest = max((moment for moment, path in entries if (path / MANIFEST).is_file()), default=(0, 0))
     if newest > (config.steps, 0):
@@ -241,14 +242,14 @@ def has_steps(directory: Path) -> bool:
 
 
 def known_suites(directory: Path) -> list[str]:
-    """Return the evaluation suites of a run's last start; empty before its first step."""
+    """Return the evaluation suites of a run's last start; empty before its first finished step."""
     stored = read_config(directory) if has_steps(directory) else None
     return list((stored or {}).get("evaluation.suites") or [])
 
 
 def with_former_defaults(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the settings with which an older run continues as it began, and a line per default changed
-    since. Returns ``config`` without lines for all other runs, and if ``allow_change`` names the fields."""
+    """Return ``config`` with the defaults that an older run began with, and a line to print for each (except
+    ``optimizer.fused``). A new run, and fields in ``allow_change``, keep their present values."""
     stored, lines = _stored(config.directory), []
     if stored is None or not has_steps(config.directory):
         return config, []
@@ -265,7 +266,7 @@ def with_former_defaults(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def _with_former_preset(config: RunConfig, then: dict[str, Any]) -> tuple[RunConfig, str] | None:
-    """Return the settings with preset ``balanced`` instead of ``paper``, and the line; None if unaffected."""
+    """Return ``config`` with preset ``balanced`` instead of ``paper``, and the line; None if unaffected."""
     bounds, names = config.algorithm.bounds, ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens")
     is_former = tuple(then.get(name) for name in names) == (_FORMER.scope, _FORMER.bounds_tokens)
     if not is_former or not bounds.grouped or set(names) & set(config.allow_change):
@@ -280,7 +281,7 @@ def _with_former_preset(config: RunConfig, then: dict[str, Any]) -> tuple[RunCon
 
 
 def _with_former_failures(config: RunConfig, then: dict[str, Any]) -> tuple[RunConfig, str] | None:
-    """Return the settings with reward ``failed`` for failed scores, and the line; None if unaffected."""
+    """Return ``config`` with reward ``failed`` for failed scores, and the line; None if unaffected."""
     name, reward = "reward.on_failure", config.reward
     if then[name] == reward.on_failure or then[name] != "value" or name in config.allow_change:
         return None
@@ -307,7 +308,7 @@ def _check_kind(paths: RunPaths, stored: dict[str, Any], samples_only: bool) -> 
 
 
 def differences(ours: dict[str, Any], stored: dict[str, Any]) -> list[Change]:
-    """Return the changed fields between two configurations by dotted names, sorted by name."""
+    """Return the fields that differ between two configurations given by dotted names, sorted by name."""
     return [
         (name, stored.get(name), ours.get(name))
         for name in sorted(stored.keys() | ours.keys())
@@ -352,7 +353,7 @@ def changed_settings(config: RunConfig, before: dict[str, Any] | None) -> list[C
 
 
 def check_partial_step(changed: list[Change], config: RunConfig) -> None:
-    """Raise ConfigError if the algorithm or seed changes within a partly trained step."""
+    """Raise ConfigError if ``allow_change`` changes the algorithm or seed within a partly trained step."""
     names = {name for name, *_ in changed} & set(config.allow_change)
     if named := sorted(name for name in names if name.startswith("algorithm.") or name == "seed"):
         raise ConfigError(
@@ -362,8 +363,8 @@ def check_partial_step(changed: list[Change], config: RunConfig) -> None:
 
 
 def store_config(config: RunConfig, samples_only: bool = False) -> None:
-    """Write the resolved configuration into the run directory atomically; on rank 0, at each start.
-    ``samples_only``: it is a ``--rollout-only`` run."""
+    """Write config.json, the resolved configuration, atomically; on rank 0, at each start with work left.
+    ``samples_only``: whether it is a ``--rollout-only`` run."""
     before = _stored(config.directory)
     kind: dict[str, Any] = {_SAMPLES_ONLY: True} if samples_only else {}
     # An older run keeps lacking the marks after a resume.
@@ -376,7 +377,7 @@ def store_config(config: RunConfig, samples_only: bool = False) -> None:
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
-    """Return the stored configuration by dotted names, with every present field. None if there is no run.
+    """Return the stored configuration by dotted names, migrated to the present fields; None if there is none.
     Raises ConfigError if it cannot be read or has another format version."""
     stored = _stored(directory)
     return with_present_fields(stored["config"]) if stored else None
@@ -398,8 +399,8 @@ def _stored(directory: Path) -> dict[str, Any] | None:
 
 
 def with_present_fields(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return a migrated stored configuration, with defaults for added fields and without removed fields. A
-    removed field stays if its value was not its default."""
+    """Return a stored configuration migrated to the present fields: added ones with the value in ``_ADDED``,
+    without removed ones. A removed field stays if its value was not its default."""
     fields = {**_ADDED, **without_removed(stored)}
     fields["data.sources"] = [_present_source(source) for source in fields["data.sources"]]
     return fields

@@ -3,11 +3,11 @@
     checkpoints/step_000120/             policy/ (torch_dist)  trainer.json  manifest.json
     checkpoints/step_000120_update_003/  in the middle of step 121, after 3 of its updates
 
-``CheckpointStore.begin`` starts a save, ``finalize`` completes it. A checkpoint is written under a hidden
-name: first the ranks' parts, then digests, both in the background; then rank 0 writes the manifest, with the
-size and digest of every other file, and renames the folder while the others wait. A folder without a matching
-manifest is not a checkpoint. ``trainer/flow_control.py`` decides when to save; ``reader.py`` reads
-checkpoints.
+``CheckpointStore.begin`` starts a save; ``finalize`` completes it and deletes old checkpoints. A checkpoint
+is written under a hidden name: all ranks write their parts and compute digests in the background; then rank 0
+writes the manifest, with the size and digest of every other file, and renames the folder while the others
+wait. A folder without a matching manifest is not a checkpoint. ``trainer/flow_control.py`` decides when to
+save; ``reader.py`` reads checkpoints.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ Digests = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Saved:
-    """A finished save, from ``CheckpointStore.finalize``: its step, updates of the next step, and seconds.
-    Equal on every rank."""
+    """A finished save, returned by ``CheckpointStore.finalize``: its step, finished updates of the next step,
+    and duration. Equal on every rank."""
 
     step: int
     updates: int
@@ -64,9 +64,9 @@ class Saved:
 
 
 class CheckpointStore:
-    """Checkpoint store of one run, on every rank: begins, finalizes and deletes checkpoints. After ``begin``
-    call ``finalize`` until it returns the save; both are collective, the other methods are for rank 0. Raises
-    RunStopped, on the rank that meets it, if the disk is full or fails."""
+    """Checkpoint store of one run, one object per rank: saves checkpoints and deletes old ones. After
+    ``begin`` call ``finalize`` until it returns the save; both are collective, the other methods are for rank
+    0. If the disk is full or fails, the rank that meets the error raises RunStopped."""
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class CheckpointStore:
         return sorted(step for step, updates in moments if not updates and step <= self.newest[0])
 
     def delete_old(self) -> None:
-        """Delete the checkpoints that ``config`` does not keep, on rank 0. Also deletes checkpoints later
-        than the newest: the resume has skipped them as damaged."""
+        """Delete the checkpoints that ``config`` does not keep and no export reads, on rank 0. Also deletes
+        checkpoints later than ``newest``, which the resume has skipped as damaged."""
         entries = sorted(step_entries(self._paths.checkpoints))
         kept = [moment for moment, _ in entries if moment <= self.newest]
         whole_steps = [step for step, updates in kept if not updates]
@@ -230,12 +230,9 @@ class _PendingCheckpoint:
 
 
 def _files_of_all_ranks(folder: Path) -> list[Path]:
-    """Return every file below ``folder``, in one order on every rank. Collective.
-
-    An NFS node may list a folder as it was up to a minute ago, without other nodes' recent files, but knows
-    its own ranks' files. So neither rank 0's list nor each rank's own list suffices: a file missing there
-    would be in no manifest, unchecked at a resume and missing in a fork.
-    """
+    """Return every file below ``folder``, in one order on every rank. Collective. The union of all ranks'
+    lists: an NFS node may list a folder as it was up to a minute ago, without other nodes' recent files. A
+    file that is missing in the manifest would be unchecked at a resume and missing in a fork."""
     own = set(_files_below(folder))
     known: set[str] = broadcast_from_main(own)
     return [folder / name for name in sorted(known.union(*all_gather(own - known)))]
@@ -263,7 +260,7 @@ def _on_main(action: Callable[[], None]) -> None:
 
 
 def clear_leftovers(paths: RunPaths, old: OldFiles | None = None) -> None:
-    """Delete half-written and half-deleted checkpoints of a killed process or a full disk."""
+    """Delete half-written and half-deleted checkpoints, left by a killed process or a full disk."""
     folder = paths.checkpoints
     try:
         leftovers = list(step_leftovers(folder))

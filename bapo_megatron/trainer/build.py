@@ -1,8 +1,8 @@
 """Construction of a training run from a RunConfig: policy, sampler, weight sync, checkpoints and records.
 
 ``bapo train`` enters the context manager ``open_run`` on every rank, once process groups exist and the run
-directory is locked; it yields the ``Run``. ``open_sampler`` and ``open_engines``, on rank 0, also start and
-end processes (none for a replay of stored rollouts).
+directory is locked; it yields the ``Run``. ``open_sampler`` and ``open_engines``, for rank 0 alone, start and
+end the sampler process and engine servers (none for a replay of stored rollouts).
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 @dataclass(kw_only=True)
 class Run:
-    """The parts of a run on one rank, for the training loop. Only rank 0 has a recorder, exports and, while
-    work is left, a sampler; elsewhere these are None. The loop changes only the field ``partial_step``."""
+    """Parts of a run on one rank, for the training loop. Only rank 0 has a recorder, exports and, while work
+    is left, a sampler; elsewhere these are None. The loop sets only the field ``partial_step``."""
 
     config: RunConfig
     policy: Policy
     advantage: Advantage
-    """Collective: rank 0 computes; all ranks receive the values."""
+    """Computes advantages on rank 0 and returns them on every rank. Collective."""
     update_loss: UpdateLoss
     sync: WeightSync
     handover: GpuHandover
@@ -87,7 +87,7 @@ def _tell_built(optimizer: str, weights: Path) -> None:
 
 @contextmanager
 def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> Iterator[Run]:
-    """Context manager: the run of ``config``, new or resumed from its newest whole checkpoint. Collective.
+    """Context manager: the run of ``config``, new or resumed from its newest intact checkpoint. Collective.
 
     In order: loads the checkpoint and the reference policy, starts sampler and engines, checks the restored
     state, sends the weights. Parts close in reverse order, even after an error. Raises ResumeError, on every
@@ -158,7 +158,8 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
 
 
 def agreed(advantage: Advantage) -> Advantage:
-    """Return ``advantage`` computed on rank 0 only, because a user's function may differ between ranks."""
+    """Return a collective function that computes ``advantage`` on rank 0 and returns the result on every
+    rank, because a user's function may differ between ranks."""
     return lambda rewards: on_all_ranks(lambda: advantage(rewards) if is_main() else np.zeros(0, np.float32))[
         0
     ]
@@ -256,8 +257,8 @@ def _checkpoint_store(
 
 @contextmanager
 def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler, EngineServers]]:
-    """Context manager: a run's sampler with its engine servers, or of ``rollout.replay`` without servers. On
-    rank 0. Sampling begins with the sampler's ``start``."""
+    """Context manager: a run's sampler and engine servers; for ``rollout.replay`` a reader of the stored
+    rollouts, and no servers. On rank 0. Sampling begins with the sampler's ``start``."""
     if config.rollout.replay is not None:
         yield ReplaySampler(config.rollout.replay), EngineServers()
         return
@@ -289,7 +290,7 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
 
 
 def tell_left_out(problems: PromptSet, data: DataConfig) -> None:
-    """Print how many problems of a data set the limits of ``data`` leave out."""
+    """Print how many problems of a dataset the length limit and difficulty range of ``data`` leave out."""
     if problems.too_long:
         print(f"left out {problems.too_long} prompts of more than {data.max_prompt_tokens} tokens")
     if left_out := problems.found - len(problems.prompts):
@@ -305,8 +306,9 @@ def build_weight_sync(
     servers: EngineServers | None,
     on_event: OnEvent,
 ) -> WeightSync:
-    """Return the weight sync to the engines: the transport's sender, with the disk sync in ``folder``.
-    Collective. ``hf_path``: folder of the model's config. ``sampler``, ``servers``: None except on rank 0."""
+    """Return the weight sync to the engines: the transport's sender, with a disk sync in ``folder`` as its
+    fallback; in a replay one that sends nothing. Collective. ``hf_path``: folder of the model's config.
+    ``sampler``, ``servers``: None except on rank 0."""
     samples, engine = rollout.replay is None, rollout.engine_config
     make = (
         engine_backend(rollout.engine).weight_digester(rollout, hf_path, policy.device.type)

@@ -1,9 +1,9 @@
 """Checks of a step's update metrics (engine gap, routes), and expert and route metrics.
 
-``check_updates`` runs them all; it is collective, and called once the step's metrics are written, so that a
-check that stops the run leaves the numbers that explain it. A failed check is a warning and a run event, on
-rank 0; an engine gap may also stop the run with GapError, on every rank. Stored rollouts without routes raise
-ConfigError. ``expert_metrics`` and ``route_metrics`` return:
+``check_updates`` runs both; it is collective, and called once the step's metrics are written, so that a check
+that stops the run leaves the numbers that explain it. A failed check is a warning and a run event, on rank 0;
+an engine gap may also stop the run with GapError, on every rank. ``check_stored_routes``, before the updates,
+raises ConfigError if stored rollouts lack needed routes. ``expert_metrics`` and ``route_metrics`` return:
 
     experts/imbalance_mean   tokens of a layer's busiest expert over the mean of its experts (1: all equally
                              busy), mean over the layers
@@ -17,9 +17,9 @@ ConfigError. ``expert_metrics`` and ``route_metrics`` return:
     routes/engine_mismatch   the same, of trained tokens that the policy's present weights sampled
 
 The ``experts/`` metrics cover all positions of an update, including prompts, of any mixture of experts. A
-route is the experts that a token takes. Engine and trainer round differently, so nearly equal router logits
-swap: for a tenth of the tokens in bfloat16 (arXiv 2510.11370), for more after a weight update. A share near 1
-at equal weights indicates routes of other tokens or layers, or an engine with other weights: a warning.
+route is the set of experts that a token takes. Engine and trainer round differently, so nearly equal router
+logits swap: for a tenth of the tokens in bfloat16 (arXiv 2510.11370), for more after a weight update. A share
+near 1 at equal weights indicates routes of other tokens or layers, or an engine with other weights.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def check_engine_gap(
     recorder: Recorder | None,
     is_first: bool = False,
 ) -> None:
-    """Check the engine mismatch (``algo/measurements.py``) of a recorded step.
+    """Check the engine gap (``algo/measurements.py``) of a recorded step. Collective.
 
-    A gap above its limits is a warning, or raises GapError on every rank. ``updates``: the updates' metrics,
-    equal on every rank. ``is_first``: the first updates since colocated engines received their weights from
-    this process; a gap above ``FIRST_GAP_LIMIT`` then means other weights and stops the run.
+    A gap above its limits is a warning or, by ``on_gap``, a GapError on every rank. ``updates``: the updates'
+    metrics, equal on every rank. ``is_first``: whether these are the first updates of this start with
+    colocated engines; a mean gap above ``FIRST_GAP_LIMIT`` then means other weights and stops the run.
     """
     excess = list(gap_excess(config, updates))
     if not excess:

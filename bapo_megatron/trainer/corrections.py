@@ -2,8 +2,8 @@
 
     ratio = pi / pi_old          importance weight = min(pi_old / pi_rollout, cap)
 
-``with_old_log_probs`` returns a step's samples with pi_old and weights, ``corrected`` an update's remaining
-samples with the metrics of what was removed; both are collective.
+``with_old_log_probs`` returns a step's samples with pi_old and weights; ``corrected`` removes responses and
+tokens from an update and returns the remaining samples, with metrics. Both are collective.
 
 - ``old_log_probs=trainer``: one forward pass per step computes the trainer's pi_old. It differs slightly from
   pi_rollout, and strongly at stale tokens; with ``importance_cap`` the weight corrects that, per token or
@@ -11,8 +11,8 @@ samples with the metrics of what was removed; both are collective.
 - ``old_log_probs=rollout``: pi_old is pi_rollout, the engine's log-probs; there are no weights.
 - ``algorithm.masks`` and ``algorithm.corrections`` remove responses and tokens before packing, identically on
   all ranks (``masks.py``, ``algo/corrections.py``); only the metrics ``masks/*`` and
-  ``corrections/rejected_*`` count them. ``off_policy_delta`` may cost a forward pass. An update without
-  remaining responses takes no step, with a warning.
+  ``corrections/rejected_*`` count those. ``off_policy_delta`` may cost a forward pass. An update without
+  remaining responses takes no optimizer step, with a warning.
 
 Each rank has only its own samples' columns. One replica computes numbers that all ranks need, such as a
 response's mean ratio, and ``measured_once`` shares them. Log-probs that are not finite raise
@@ -138,8 +138,8 @@ def measured_once(
     measure: Callable[[TrainingSample], Sequence[float]],
     width: int,
 ) -> list[list[float]]:
-    """Return the ``width`` numbers of ``measure`` for each sample, exact and on every rank. Collective. One
-    replica measures each sample, in turn. Exceptions of ``measure`` end all ranks."""
+    """Return, on every rank, the ``width`` numbers of ``measure`` for each sample. Collective. Replicas take
+    turns: each sample is measured by one of them. An exception of ``measure`` is raised on all ranks."""
     layout = policy.pack_layout
     values = torch.zeros(len(samples), width, dtype=torch.float64)
 

@@ -2,11 +2,11 @@
 
 All functions take the ``Run`` and are collective: all ranks take the same path, and synchronize every few
 seconds while rank 0 waits for its sampler. An error that ends the run (Preempted, RunStopped, the sampler's
-ConfigError) is raised on every rank, after a checkpoint if possible and if anything was trained. A full or
-failing disk raises DiskError on the rank that meets it.
+ConfigError) is raised on every rank, after a checkpoint if possible and if anything was trained. If a disk is
+full or fails, only the rank that meets it raises DiskError.
 
-``begin_checkpoint`` begins a save between steps, and a later ``finalize_checkpoint`` completes it (the same
-call with ``checkpoint.background=false``); a new save waits for the previous one.
+``begin_checkpoint`` begins a save, and a later ``finalize_checkpoint`` completes it; with
+``checkpoint.background=false`` the first does both. A new save waits for the previous one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ WAIT_S = 5.0
 
 
 def give_gpus_to_engines(run: Run, step: int) -> None:
-    """Hand the GPUs to colocated engines, which sample with the weights after ``step``. Collective. Does
-    nothing if engines have their own GPUs. Raises RunStopped, after a checkpoint, if they cannot continue."""
+    """Hand the GPUs to colocated engines, which sample with the weights after ``step``. Collective. Whatever
+    the engines, stops the run if preempted and finalizes a written save first. Raises RunStopped, after a
+    checkpoint, if they cannot continue."""
     # Before the policy is offloaded, because the save before a stop would reload it.
     stop_if_preempted(run, step)
     # A finished save frees its host copy of the state: the offload needs host memory.
@@ -95,8 +96,8 @@ def bring_policy_back(run: Run) -> None:
 
 
 def evaluate_if_due(run: Run, step: int) -> None:
-    """Evaluate the weights after ``step`` if an evaluation is due; training waits. Collective. Raises
-    RunStopped or Preempted as in ``wait_for_sampler``."""
+    """Evaluate the weights after ``step`` if an evaluation is due, and record it; training waits. Colocated
+    engines keep the GPUs. Collective. Raises RunStopped or Preempted as in ``wait_for_sampler``."""
     if not run.config.evaluates(step):
         return
     give_gpus_to_engines(run, step)
@@ -132,8 +133,8 @@ def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) ->
 
 
 def finalize_checkpoint(run: Run, wait: bool = False) -> None:
-    """Complete the pending save if it is on disk (``wait``: once it is): record it, export it, and trim the
-    sampler's journal to what a resume from the oldest checkpoint needs. Collective."""
+    """Poll exports; complete the pending save if it is on disk (``wait``: once it is): record it, offer it
+    for export, trim the sampler's journal to what a resume from the oldest checkpoint needs. Collective."""
     if run.exports:
         run.exports.poll()
     saved = run.checkpoints.finalize(wait)
@@ -161,8 +162,8 @@ def _moment(step: int, partial: PartialStep | None) -> Moment:
 
 
 def open_columns(run: Run, step: int, header: StepHeader) -> StepColumns:
-    """Return the columns of the batch after ``step``, with their file open on this rank. Collective. Raises
-    StorageFailed, on every rank and after a checkpoint, if a rank does not see the file."""
+    """Return the per-token columns of the batch after ``step``, their file open on this rank. Collective.
+    Raises StorageFailed, on every rank and after a checkpoint, if a rank does not see the file."""
     columns = StepColumns(header)
     try:
         on_all_ranks(columns.open)

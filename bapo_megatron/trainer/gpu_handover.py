@@ -1,14 +1,14 @@
 """GPU hand-over (time-sharing by offload and onload) between the policy and engines on the same GPUs.
 
-    to_policy   engines: abort, pause, release memory | driver: is it free? | policy: reload
+    to_policy   engines: abort, pause, release memory | ranks: wait until it is free | policy: reload
     to_engines  policy: offload | engines: reclaim memory, load weights, compare digests, sample
 
 The loop calls ``GpuHandover`` on every rank before sampling, training and saving. With
-``parallel.offload=false`` the policy keeps its memory. An engine that fails to release or wake is killed,
-which frees its memory; it is restarted at the next hand-over to the engines or immediately, respectively. No
-engine starts while the policy trains. Engines wake with weights from a folder, written before the policy is
-offloaded (weight_sync/disk), or read them from the policy's GPU memory (weight_sync/ipc); the policy is then
-offloaded in two parts:
+``parallel.offload=false`` the policy keeps its memory. An engine that fails to release its memory is killed
+and restarted at the next hand-over to the engines; one that fails to wake is killed and restarted
+immediately. No engine starts while the policy trains. Engines wake with weights from a folder, written before
+the policy is offloaded (weight_sync/disk), or read them from the policy's GPU memory (weight_sync/ipc); the
+policy is then offloaded in two parts:
 
     to_engines  policy: offload all but weights | engines: weights' memory, load, digests | policy: offload
                 the weights | engines: remaining memory, sample
@@ -36,10 +36,9 @@ _POLL_S = 0.2
 
 
 class GpuHandover:
-    """Switch of the GPUs between the policy, which has them initially, and colocated engines. Not
-    checkpointed. ``to_policy`` and ``to_engines`` are collective and block; they do nothing if engines have
-    their own GPUs, if stored rollouts are replayed, or if that side has the GPUs already. Other members are
-    local."""
+    """Switch of the GPUs between the policy, which has them initially, and colocated engines; one object per
+    rank. ``to_policy`` and ``to_engines`` are collective and block; they do nothing if engines have their own
+    GPUs, if stored rollouts are replayed, or if that side has the GPUs already."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""Self-test of the GPU kernels of Gated DeltaNet: outputs and all gradients against the rule in float64.
+"""Self-test of the GPU kernels of Gated DeltaNet: compares outputs and all gradients with torch in float64.
 
-``check_kernels`` raises ConfigError on all ranks if a kernel is wrong. Kernels of flash-linear-attention
+``check_kernels``, called on every rank before it builds a policy, raises ConfigError on all ranks if a kernel
+is wrong; without such layers, without a GPU or in float32 it does nothing. Kernels of flash-linear-attention
 (fla) have silently returned wrong gradients: of the decay and beta on Hopper (its issues 640 and 984), NaN on
 Blackwell (913). Correctness depends on the triton version, the GPU, and the number of warps that autotuning
-picks at the first call. So the test uses the run's per-rank sizes and dtype, and the run reuses its compiled
-and tuned kernels.
+picks at the first call. So the test uses the run's per-rank sizes and dtype, and the run reuses its kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ the kernels' errors are at most 0.001, so about 0.008 in bfloat16; known faults 
 
 
 def missing_package(kinds: tuple[Kind, ...], dtype: torch.dtype) -> str | None:
-    """Return the message about a kernel package that the layers lack on this machine's GPUs; None if none."""
+    """Return a message if these layers need a kernel package that this machine lacks; otherwise None."""
     if not (dtype != torch.float32 and any(isinstance(kind, DeltaNet) for kind in kinds) and has_cuda()):
         return None
     version = _version("fla-core")
@@ -62,8 +62,8 @@ def missing_package(kinds: tuple[Kind, ...], dtype: torch.dtype) -> str | None:
 
 
 def check_kernels(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Test the kernels of a policy's layers on this GPU: seconds, once they are compiled. Call before
-    building the policy. Collective: raises ConfigError on all ranks, with the versions, if one is wrong."""
+    """Test the kernels of a policy's layers on this GPU, in seconds once they are compiled. Collective.
+    Raises ConfigError on all ranks, with the versions, if one is wrong."""
     dtype = getattr(torch, model.dtype)
     for kind in read_model_shape(model.hf_path).kinds:
         if isinstance(kind, DeltaNet) and dtype != torch.float32 and has_cuda():
@@ -77,7 +77,7 @@ def check_kernels(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def check_rule(rule: Rule, kind: DeltaNet, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError if the rule raises, or if its outputs or gradients are wrong."""
+    """Raise ConfigError if ``rule``, a kernel, raises, or if its outputs or gradients exceed ``LIMITS``."""
     try:
         errors = rule_errors(rule, kind, dtype, device)
         wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= LIMITS[name]]
@@ -104,7 +104,7 @@ def versions(device: torch.device) -> str:
 def rule_errors(
     rule: Rule, kind: DeltaNet, dtype: torch.dtype, device: torch.device, lengths: tuple[int, ...] = LENGTHS
 ) -> dict[str, float]:
-    """Return the largest document error of the output and each gradient, by the names of ``LIMITS``."""
+    """Return the largest relative error per document of the output and each gradient, as in ``LIMITS``."""
     from bapo_megatron.policy.delta_net import chunked_rule
 
     bounds = tuple(accumulate(lengths, initial=0))

@@ -1,9 +1,9 @@
 """Masks of an update (``algorithm.masks``, ``algorithm.corrections``): which trained tokens remain.
 
-``masks_of`` returns a run's masks, and ``measure`` applies them to a sample and returns the numbers that all
+``masks_of`` returns a run's masks; ``measure`` applies them to a sample and returns the numbers that all
 ranks need: remaining tokens and the versions that sampled them (``Remaining``). Each rank has only its own
-samples' columns, so one replica measures a sample and shares the numbers; the rank that packs a sample
-applies its masks again (``Remaining.of``). Shapes: ``_R`` response tokens, ``_N`` trained tokens.
+samples' columns, so one replica measures a sample and shares the numbers (``measured_once``); the rank that
+packs a sample applies the masks again (``Remaining.of``). Shapes: ``_R`` response, ``_N`` trained tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Masks = Sequence[tuple[str, CheckedMask]]
 
 
 def masks_of(algorithm: AlgorithmConfig) -> Masks:
-    """Return the masks of a run, with the limits of its corrections first."""
+    """Return a run's masks: the ratio limits of ``algorithm.corrections``, then ``algorithm.masks``."""
     config = algorithm.corrections
     rule = partial(taken_out, "algorithm.corrections", lambda one: is_outside(one.log_ratio_N, config))
     limits: list[tuple[str, CheckedMask]] = [("", rule)] if config.compares_old else []
@@ -40,7 +40,7 @@ def mask_names(algorithm: AlgorithmConfig) -> tuple[str, ...]:
 
 
 class Remaining(NamedTuple):
-    """What masks leave of a sample, as numbers for all ranks: tokens, their versions, sum of weights."""
+    """Numbers of a sample after the masks, for all ranks: token counts, versions, sum of weights."""
 
     trained: float
     predicted: float
@@ -62,8 +62,8 @@ class Remaining(NamedTuple):
 
 
 def measure(sample: TrainingSample, masks: Masks, weighs: bool) -> list[float]:
-    """Return a sample's ``Remaining`` numbers, then for each mask whether it removes the last tokens, and how
-    many. ``weighs``: whether the sample has importance weights."""
+    """Return a sample's ``Remaining`` numbers, then for each mask whether it empties the sample, and how many
+    tokens it removes. ``weighs``: whether the sample has importance weights."""
     load = cache(sample.loaded)  # a read from disk
     keep_N, taken = _kept(sample, masks, load)
     predicted = sample.predicted_tokens

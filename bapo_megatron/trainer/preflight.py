@@ -1,8 +1,9 @@
 """Preflight checks of a run: model, layout, dataset, reward and engine, before any process group exists.
 
 ``check_run(config)`` returns None or raises ConfigError with the problem and the fix; nothing writes to the
-run directory. Commands call it before a run starts, on every rank (dataset checks on rank 0 only); `bapo
-doctor` calls the checks one by one (``run_checks``).
+run directory. `bapo train` calls it before it starts ranks, or under a launcher on every rank (dataset checks
+on rank 0 only); `bapo doctor` calls the checks one by one (``run_checks``). ``check_rollout_only`` and
+``check_sft`` are the same for the other kinds of run.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def check_run(config: RunConfig, read_dataset: bool = True, fork: ForkSource | N
 def run_checks(
     config: RunConfig, read_dataset: bool = True, fork: ForkSource | None = None
 ) -> Iterator[Callable[[], object]]:
-    """Yield the checks of ``check_run``, dataset reads last; call the others only if the first passes."""
+    """Yield the checks of ``check_run``, dataset reads last; do not call the others if the first fails."""
 
     @cache
     def tokenizer() -> Any:
@@ -131,7 +132,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
 
 
 def check_new_run(config: RunConfig) -> None:
-    """Before the run's first finished step, raise ConfigError for ``new_run_problems``."""
+    """Raise ConfigError for ``new_run_problems``, unless the run has a finished step."""
     if not has_steps(config.directory):
         raise_problems(list(new_run_problems(config)))
 

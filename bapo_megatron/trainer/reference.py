@@ -1,14 +1,14 @@
 """Frozen reference policy of a run: loading, log-probs in each step, KL penalty in rewards.
 
-    start      weights of ``algorithm.reference_kl.model`` to host memory; digest against RUN/reference.json
+    start      load ``algorithm.reference_kl.model`` into host memory; compare its digest with the record's
     each step  before the first update: one forward-only pass; log pi_ref becomes a column of the samples
-    reward     R - beta sum_t k_t, then the advantages (``place=reward``)
+    reward     with ``place=reward``: new advantages, from R - beta sum_t k_t instead of R
 
 With ``algorithm.reference_kl.coefficient`` above 0, every rank calls ``load_reference`` at the start and
-``with_reference`` in each step, which returns the samples with the column. Formulas, with the estimator k_t:
-``algo/reference_kl.py``. Checkpoints do not contain the reference: a resumed run loads it again, and a step's
-log-probs depend only on its batch. ``check_teacher_log_probs`` checks rollouts for a distillation's teacher,
-the other frozen model. Shapes: ``_R`` response tokens.
+``with_reference`` in each step. ``place=loss`` uses the column in the loss. Formulas, with the estimator k_t:
+``algo/reference_kl.py``. Checkpoints do not contain the reference: a resumed run loads it again.
+``check_teacher_log_probs`` is for distillation, whose teacher is the other frozen model: it raises RunStopped
+if a rollout lacks the teacher's log-probs. Shapes: ``_R`` response tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ReferenceRecord:
 
 
 def load_reference(config: RunConfig, policy: Policy) -> ReferenceRecord:
-    """Load the reference, compare it with the run's record, and return the record to store. Collective.
+    """Load the reference into ``policy``, compare it with the run's record, return the new one. Collective.
     Raises ConfigError, on every rank, if the ranks read different weights, or if the run began with other
     weights and ``allow_change`` does not name ``FIELD``."""
     folder = config.algorithm.reference_kl.model or config.model.hf_path
@@ -82,8 +82,8 @@ def store_reference(paths: RunPaths, record: ReferenceRecord) -> None:
 
 
 def _read(paths: RunPaths) -> ReferenceRecord | None:
-    """Return the record of a run; None without one, or if no step is finished: settings may then still change
-    (``run_directory.check_same_run``)."""
+    """Return the record of a run; None without one, or before the first finished step, until when settings
+    may change (``run_directory.check_same_run``)."""
     if not paths.reference.exists() or not paths.metrics.exists() or paths.metrics.stat().st_size == 0:
         return None
     return ReferenceRecord(**json.loads(paths.reference.read_text()))
@@ -101,8 +101,8 @@ def with_reference(
     """Return the samples of a step with log pi_ref and, with the penalty in the reward, new advantages.
 
     ``groups``: samples of the step of ``header``, by group, with pi_old. ``advantage`` computes advantages
-    from the penalized rewards; ``branch_reward``: an episode branch's own share. One forward pass. Equal on
-    every rank. Collective. Raises FloatingPointError, on every rank, if log-probs are not finite.
+    from the penalized rewards; ``branch_reward``: how an episode's branches share them. One forward pass.
+    Equal on every rank. Collective. Raises FloatingPointError, on every rank, for non-finite log-probs.
     """
     samples = [sample for group in groups for sample in group]
     if not samples:

@@ -1,9 +1,10 @@
-"""Start of a run from its newest whole checkpoint: resume point, check of the restored state, CPU threads.
+"""Start of a run from its newest intact checkpoint: resume point, check of the restored state, CPU threads.
 
-Order at a start, on every rank: ``pin_threads`` before any computation, because CPU threads split long sums
-and a resume at the same layout must repeat them bit for bit (GPUs do not depend on it);
-``find_resume_point``, which returns a ``ResumePoint``, before anything is loaded; ``check_restored`` once
-policy and sampler have their states. All are collective.
+Order at a start, on every rank: ``read_begun`` reads what earlier starts left; ``pin_threads`` sets the CPU
+threads before any computation, because they split long sums, which a resume at the same layout must repeat
+bit for bit (results on GPUs do not depend on them); ``find_resume_point`` returns a ``ResumePoint`` before
+anything is loaded; ``check_restored`` raises ResumeError if the loaded state differs from the saved one. All
+are collective.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from bapo_megatron.types import Metrics
 
 
 class PartialStep(NamedTuple):
-    """A step that was stopped after some of its updates, with their metrics: a resumed run skips these."""
+    """A step that was stopped after some of its updates, with their metrics; a resumed run skips them."""
 
     version: int
     """Policy version at the start of the step."""
@@ -52,21 +53,21 @@ class PartialStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run begins or continues: checkpoint (not loaded yet), first step, changed settings. Equal on
-    all ranks."""
+    """Point where a run begins or continues: checkpoint (not loaded yet), first step, changed settings. Equal
+    on all ranks."""
 
     checkpoint: Checkpoint | None
     """Checkpoint to continue from; None for a new run."""
     first_step: int
     """Next step to train: 1 for a new run."""
     partial_step: PartialStep | None
-    """Part of the first step in the checkpoint; None if the checkpoint is between steps."""
+    """Updates of the first step that the checkpoint contains; None if it is between steps."""
     has_work: bool
     """Whether steps, or the evaluation of the last step, are left."""
     changed: list[Change]
     """Settings that differ from the stored ones."""
     fork: Fork | None = None
-    """Fork that begins at the checkpoint; None for the run's own checkpoint."""
+    """Fork record, if the checkpoint is the one that the fork begins at; otherwise None."""
 
     def clipping_state(self, config: RunConfig) -> Any:
         """Return the ``UpdateLoss`` state to restore; None if a fork changes the algorithm."""
@@ -84,7 +85,7 @@ class ResumePoint:
 
 
 class Begun(NamedTuple):
-    """What earlier starts of the run directory left: its last settings, and its fork record, if any."""
+    """Record of earlier starts in a run directory: settings of the last start, and fork record, if any."""
 
     settings: dict[str, Any] | None
     """Settings of the last start, by dotted names; None before the first."""
@@ -103,9 +104,9 @@ def read_begun(directory: Path) -> Begun:
 
 
 def find_resume_point(config: RunConfig, begun: Begun) -> ResumePoint:
-    """Return the resume point of ``config.directory``: its newest whole checkpoint. Collective. Reads every
+    """Return the resume point of ``config.directory``: its newest intact checkpoint. Collective. Reads every
     byte of the checkpoint and deletes leftovers of a killed save. Raises CheckpointError if checkpoints exist
-    but none is whole; ConfigError if a partly trained step would finish with other settings."""
+    but none is intact; ConfigError if a partly trained step would finish with other settings."""
     # Before the search, because half-written and half-deleted checkpoints are not candidates.
     if is_main():
         clear_leftovers(config.paths)
@@ -181,8 +182,9 @@ Event = dict[str, Any]
 
 
 def pin_threads(config: RunConfig, begun: Begun) -> tuple[RunConfig, Event | None]:
-    """Set this rank's threads: from ``config``, else the run directory, else torch; on a GPU only from
-    ``config``. Return ``config`` with it, and an event to record if the environment's differs. Collective."""
+    """Set this rank's CPU threads: from ``config``, else the run directory, else torch; on a GPU only from
+    ``config``. Return ``config`` with their number, and an event to record (also printed) if the run
+    directory's number replaced the environment's. Collective."""
     present = broadcast_from_main(torch.get_num_threads())
     threads = config.threads or begun.continued.get(THREADS) or present
     if config.threads is None and has_cuda():

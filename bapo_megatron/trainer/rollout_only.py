@@ -1,10 +1,10 @@
 """Rollout-only run (``bapo train --rollout-only``): samples and scores the batches of all steps, no training.
 
-``sample_steps(config, ...)`` runs it. The engines load the model's own weights once, as version 0. Each
-step's batch is formed as in training and kept in the run directory, for ``--train-only``. A restart continues
-after the last step on disk with metrics. ``RolloutRecord`` writes metrics, a line per step and a final table.
-``sampled_shares`` measures the share of positive tokens in each of BAPO's searches at ratios of 1, which
-shows whether BAPO can act.
+Every rank calls ``sample_steps(config, ...)``; rank 0 does the work. The engines load the initial weights
+once, as version 0. Each step's batch is formed as in training and kept in the run directory, for
+``--train-only``. A restart continues after the last step on disk with metrics. ``RolloutRecord`` writes
+metrics, a line per step and a final table. ``sampled_shares`` returns the share of positive tokens in BAPO's
+searches at ratios of 1, which shows whether BAPO can act.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from bapo_megatron.types import GroupHeader, Metrics, StepHeader
 def sample_steps(
     config: RunConfig, preemption: PreemptionSignal, event: dict[str, Any] | None = None
 ) -> None:
-    """Sample the remaining steps. Collective: rank 0 does the work. ``event``: start event to record. Raises
-    Preempted or RunStopped, on every rank, on an early stop; the same command continues."""
+    """Sample the remaining steps. Collective: rank 0 does the work. ``event``: event to record at the start.
+    Raises Preempted or RunStopped, on every rank, on an early stop; the same command continues."""
     first_step = broadcast_from_main(next_step(config) if is_main() else None)
     if is_main():
         with _opened_record(config, first_step) as record:
@@ -220,8 +220,8 @@ _USUAL = {"start", "resume", "done", "engine_ready"}
 
 
 class RolloutRecord(RunRecords):
-    """Writer of a rollout-only run's metrics, events and progress lines: records `start` or `resume` if steps
-    are left. Call ``finish`` once all steps are sampled."""
+    """Writer of a rollout-only run's metrics, events and progress lines, on rank 0. The constructor records
+    `start` or `resume` if steps are left. Call ``finish`` once all steps are sampled."""
 
     def __init__(self, config: RunConfig, first_step: int) -> None:
         super().__init__(config, first_step)

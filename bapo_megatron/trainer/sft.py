@@ -1,7 +1,7 @@
 """Supervised fine-tuning, the warm start before RL: next-token training on the solutions of problems.
 
-``run_sft(config)``, for `bapo sft`, is called on every rank. No checkpoints: it writes the model once, as a
-Hugging Face folder, at the end.
+`bapo sft` calls ``run_sft(config)`` on every rank. No checkpoints: it writes the model once, as a Hugging
+Face folder, at the end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bapo_megatron.types import Prompt
 
 
 def run_sft(config: SftConfig) -> None:
-    """Fine-tune on solutions and write the model's Hugging Face folder. Collective. Process groups must
+    """Fine-tune on solutions and write the model as a Hugging Face folder. Collective; process groups must
     exist. Raises ConfigError if a problem has no solution."""
     check_kernels(config.model, config.parallel)
     policy = MegatronPolicy(

@@ -1,4 +1,7 @@
-"""Loader of a run's evaluation suites. Imports no megatron-core, so that a failing preflight is fast."""
+"""Loader of a run's evaluation suites, for the preflight and, on rank 0, the sampler process.
+
+Imports no megatron-core, so that a failing preflight is fast.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def load_suites(
 ) -> tuple[Suite, ...]:
     """Return a run's tokenized evaluation suites; empty without evaluations. ``tools``: of the environments,
     by source. Raises ConfigError if a suite does not exist, `reward.function` cannot score it (except suites
-    of the run's earlier steps), or two have one name."""
+    that the run's last start had), or two have the same name."""
     if not config.evaluation.every:
         return ()
     known, limit = known_suites(config.directory), config.data.max_prompt_tokens

@@ -1,18 +1,18 @@
-"""Loss of an update, and the cheapest exact way to compute the sums for its search of clipping bounds.
+"""Loss function of each update, and the search of its clipping bounds in the cheapest way possible.
 
 ``UpdateLoss.loss`` returns the function that the policy minimizes. The exact search (BAPO's Algorithm 1)
-needs the ratio of every token of the update before any backward pass. From cheap to expensive:
+needs the ratio of every token of the update before any backward pass. The ways, from cheap to expensive:
 
 - fixed bounds: no search;
-- ``scope: lagged``: the sums that the previous update measured; the first update measures as below;
-- ``scope: micro_batch``: a search in each micro-batch within the passes, as in the published code;
+- ``scope: lagged``, inexact: the sums that the previous update measured (the first update measures as below);
+- ``scope: micro_batch`` without ``bounds_tokens``, inexact: a search in each micro-batch within the passes;
 - on-policy data, with ``algorithm.known_ratio``: the present weights are pi_old, every ratio is 1, no forward
   pass (except GSPO, VESPO, M2PO and P3O, which search over their ratios, if pi_old is the engine's);
 - ``batch.hold_forwards``: after all forward passes and before all backward passes;
 - otherwise: a forward-only pass over the update.
 
 The other searching losses of ``algorithm.loss`` do the same. With PAPO (``algorithm.polarity``) search and
-loss see the reweighted advantages, which need entropies, so on-policy data still costs a forward pass.
+loss use reweighted advantages, which need entropies, so on-policy data still costs a forward pass.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ def checked_loss(config: RunConfig) -> Loss:
 
 
 class UpdateLoss:
-    """Factory of each update's loss: searches the clipping bounds (or the parameters of ``algorithm.loss``).
+    """Factory of each update's loss function: searches its clipping bounds or other parameters.
 
-    One per run and rank. Call ``loss`` (collective; may make a forward pass), and after the optimizer step
-    ``metrics`` or ``observe`` with the update's sums. Checkpointed state (``state``, ``load_state``): the
-    last update's sums for lagged bounds, and PAPO's entropy schedule. Raises ConfigError for an unknown loss.
+    One per run and rank. For each update call ``loss`` (collective; may make a forward pass) before the
+    optimizer step, and ``metrics`` with the update's sums after it. Keeps the last update's sums for lagged
+    bounds, and PAPO's entropy schedule; ``state`` and ``load_state`` are for checkpoints. Raises ConfigError
+    for an unknown loss.
     """
 
     def __init__(
@@ -118,15 +119,15 @@ class UpdateLoss:
         return make_and_keep(sums), self.found
 
     def metrics(self, sums: Tensor, on_policy: bool) -> Metrics:
-        """Return the metrics of the update with the reduced vector ``sums``, after ``observe``. Call once per
-        update. ``on_policy`` as in ``loss``: all ratios are then 1, no bound acts, and ``MOVES`` are None."""
+        """Return the metrics of an update from its reduced vector ``sums``, and ``observe`` it: call once.
+        ``on_policy`` as in ``loss``: all ratios are then 1, no bound acts, and ``MOVES`` are None."""
         used = self.observe(sums)
         measured = self.objective.metrics(sums, self.found)
         return {**measured, **(dict.fromkeys(MOVES & measured.keys()) if on_policy else {}), **used}
 
     def observe(self, sums: Tensor) -> Metrics:
-        """Store the parts of an update's reduced vector that the next search and PAPO need; call once per
-        update. Return PAPO's metrics of the update, phase and weights; empty without PAPO."""
+        """Store what the next search and PAPO need of an update's reduced vector; called by ``metrics``.
+        Return PAPO's metrics of the update, phase and weights; empty without PAPO."""
         if self._search and self._search.scope == "lagged":
             self._previous = self.objective.search_sums(sums)
         if self._papo is None:

@@ -2,10 +2,10 @@
 
     python -m bapo_megatron.trainer.records.following RUN NAME RESUME_STEP LIMIT_S
 
-``metrics_log.py`` starts one per tracker NAME, with its log as standard output and the run's terminal as
-standard error. It begins after the tracker's last step or, if unknown, after RESUME_STEP, the last step of
-the run's files. A byte on standard input, or the end of the run's process, ends the run: the last rows may
-then take LIMIT_S seconds. It ignores a job's signals.
+``metrics_log.py``, in the run's rank 0, starts one per tracker NAME, with a log file as standard output and
+the run's terminal as standard error. It begins after the tracker's last step or, if unknown, after
+RESUME_STEP, the last step in the run's files. A byte on standard input, or the end of rank 0's process, means
+that the run has ended: it then has LIMIT_S seconds for the last rows. It ignores a job's signals.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class TrackedRow:
-    """Metrics of a step, or of an evaluation of its weights, for a tracker."""
+    """Metrics of a step, or of an evaluation of the weights after it, for a tracker."""
 
     step: int
     is_evaluation: bool
@@ -60,7 +60,8 @@ class TrackedRow:
 
 
 class TrackedRows:
-    """Reader of a run's metrics and evaluations while it writes them: ``new`` yields further rows."""
+    """Reader of a run's metrics and evaluations while it writes them: ``new`` returns the rows since the last
+    call, in the order of steps."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._steps, self._evaluations = _Tail(paths.metrics, False), _Tail(paths.evaluations, True)
@@ -103,9 +104,9 @@ Wait = Callable[[float], bool]
 
 
 class Follower:
-    """Sends one run's rows to one tracker: ``follow`` returns at the end of the run. Tracker errors become
-    events and lines on ``console``, and are retried after a pause, never raised. ``resume_step``: the last
-    step in the run's files at its start."""
+    """Sender of one run's rows to one tracker: ``follow`` returns at the end of the run. Tracker errors are
+    never raised: they become an event and a line on ``console``, and ``follow`` tries again after a pause.
+    ``resume_step``: the last step in the run's files at its start."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ def _watch(parent: int, ended: threading.Event, limit_s: float) -> None:
 
 
 def main(root: str, name: str, resume_step: str, limit_s: str) -> int:
-    """Follow the run; return 0 if the tracker has every row, 1 if it lacks the last ones."""
+    """Follow the run to its end; return exit code 0 if the tracker has every row, 1 if it lacks the last."""
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
     os.nice(10)

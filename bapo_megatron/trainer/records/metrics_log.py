@@ -1,7 +1,7 @@
 """Metrics log of a run, on rank 0: metrics.jsonl, updates.jsonl, evaluations.jsonl; TensorBoard; trackers.
 
-``MetricsLog`` writes the files, which are the run's record, and TensorBoard in this process. Every other
-tracker (W&B, trackio, MLflow), which may hang, fail or be slow, gets a process that follows the files
+``MetricsLog`` writes the files, which are the run's record, and TensorBoard's own. Every other tracker (W&B,
+trackio, MLflow), which may hang, fail or be slow, gets a separate process that follows the files
 (``following.py``): only ``close`` waits for it, and its problems are events and warnings, never errors.
 """
 
@@ -51,8 +51,8 @@ def kept_score(metrics: Metrics) -> float | None:
 class MetricsLog:
     """Writer of a run's metrics, on rank 0: ``write_step``, ``write_update``, ``write_evaluation``,
     ``close``. Steps count from 1. Raises RunStopped if a write fails. ``resume_step``: the last step to keep,
-    0 for a new run; later lines are dropped, and the resumed run repeats them. ``report`` records tracker
-    events."""
+    0 for a new run; the constructor deletes later lines, which the resumed run repeats. ``report`` records
+    tracker events."""
 
     def __init__(self, paths: RunPaths, logging: LoggingConfig, resume_step: int, report: Report) -> None:
         self._steps = JsonlLog(paths.metrics)
@@ -122,7 +122,8 @@ PREEMPTED_S = 10.0
 
 class Boards:
     """Tracker processes of a run, one per tracker (``following.py``). ``check`` reports processes that ended
-    early. ``close`` waits at most ``catch_up_s`` until the trackers have all rows, and ends the processes."""
+    early. ``close`` waits at most ``catch_up_s`` (10 s after a preemption) until the trackers have all rows,
+    then kills the rest."""
 
     def __init__(
         self, names: Sequence[str], paths: RunPaths, resume_step: int, report: Report, catch_up_s: float

@@ -1,4 +1,4 @@
-"""Progress of a run on standard output (``Progress``), one plain line per step; functions for its texts."""
+"""Progress lines of a run on standard output, one per step (``Progress``); functions that format them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _ABSENT = "-"
 
 
 class Progress:
-    """Printer of a run's progress lines, with the time left: ``update``. ``stream`` None: standard output."""
+    """Printer of a run's progress lines: ``update`` prints a step's metrics and the estimated time left.
+    ``stream`` None: standard output."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
         self._total_steps, self._stream = total_steps, stream or sys.stdout

@@ -1,10 +1,10 @@
-"""Recorder of a run: metrics, events.jsonl, progress line; a step's clock and metrics; the run's end.
+"""Recorder of a run, on rank 0: metrics files, events.jsonl, progress lines, warnings, and the run's end.
 
-``Recorder`` is on rank 0 only; ``step_metrics`` returns a step's metrics. If none of the first 16 stale
-updates of a start has moved BAPO's bounds, the recorder prints the fixed bounds to which the run is
-equivalent so far. Two context managers surround it:
-``sending_events``, the life of the event sender process (``runtime/event_sender.py``), and within it
-``recorded_end``, which records the end (done, preempted, stopped, failed), so that this event is sent, too.
+``trainer/build.py`` opens three context managers, outermost first: ``sending_events`` runs the event sender
+process (``runtime/event_sender.py``), ``Recorder`` writes each step, ``recorded_end`` records how the run
+ends (done, preempted, stopped, failed), so this event is sent, too. ``step_metrics`` returns a step's
+metrics, ``StepClock`` its times. If none of the first 16 stale updates of a start moves BAPO's bounds, the
+recorder notes, once, the fixed bounds to which the run is equivalent so far.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _STALE_UPDATES = 16
 
 
 class IdleSearch:
-    """Counter of stale updates (ratios not all 1) without a moved bound; ``observe`` gives one notice."""
+    """Counter of stale updates (ratios not all 1) that move no bound. ``observe`` returns a notice, once,
+    after 16 of them, unless a bound has moved before."""
 
     def __init__(self, bounds: BoundsConfig) -> None:
         self._bounds = bounds
@@ -55,7 +56,7 @@ class IdleSearch:
         self._is_over = False
 
     def observe(self, step: int, updates: Sequence[Metrics]) -> str | None:
-        """Return the notice after ``step``; None if there is none."""
+        """Count the updates of ``step``; return the notice if it is due, otherwise None."""
         self._is_over |= any(update.get(MOVED) for update in updates)
         stale = [update for update in updates if update.get(MOVED) == 0]
         self._idle += [(step, update.get("bapo/contribution") or 0.0) for update in stale]
@@ -81,11 +82,9 @@ class IdleSearch:
 
 
 class RunRecords:
-    """Base class of recorders, on rank 0: a run's metrics and events. Steps count from 1.
-
-    Opening it drops the metrics of steps after the checkpoint. ``event`` is thread-safe; servers and exports
-    report to it. Raises RunStopped if a write fails. Call ``close``.
-    """
+    """Base class of recorders, on rank 0: writer of a run's metrics and events. Steps count from 1. The
+    constructor drops the metrics of ``first_step`` and later steps. ``event`` is thread-safe; servers and
+    exports report through it. Raises RunStopped if a write fails. Call ``close``."""
 
     def __init__(self, config: RunConfig, first_step: int) -> None:
         self._config, self._paths = config, config.paths
@@ -120,8 +119,8 @@ class RunRecords:
 
 
 class Recorder(RunRecords):
-    """Writer of a training run's metrics, events and progress: records and prints `start` or `resume`;
-    without work left it prints that instead."""
+    """Writer of a training run's metrics, events and progress lines. The constructor records and prints
+    `start` or `resume`, and prints warnings about settings; without work left it prints that all is done."""
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
         super().__init__(config, first_step)
@@ -180,7 +179,7 @@ class Recorder(RunRecords):
             print(f"warning: {message}", flush=True)
 
     def no_updates(self) -> None:
-        """Record and print that the run ends without any update."""
+        """Record a warning that the run ends without any update."""
         message = (
             "the run has made no update, so its model is the one that it began with: each step's line says "
             "why (docs/troubleshooting.md#learning)"
@@ -200,7 +199,7 @@ class Recorder(RunRecords):
         self._events.event("export", step=step, path=str(path))
 
     def is_exported(self, path: Path) -> bool:
-        """Return whether the final folder exists and is newer than the newest checkpoint."""
+        """Return whether the final export exists in ``path`` and is newer than the newest checkpoint."""
         ends = ("export", "checkpoint")
         newest = next((row for row in rows_from_end(self._paths.events) if row.get("kind") in ends), {})
         is_last = newest.get("kind") == "export" and newest.get("step") == self._config.steps
@@ -208,8 +207,8 @@ class Recorder(RunRecords):
 
 
 def cut_episodes(config: RunConfig, metrics: Metrics) -> Iterator[str]:
-    """Yield a text for each source all of whose episodes in a step's metrics ended at the limit of turns or
-    tokens, without a reward of their environment."""
+    """Yield a warning for each source if all its episodes of a step ended at the limit of turns or tokens,
+    without a reward from their environment."""
     for source in config.data.source_names or ("",):
         environment = config.environments[source]
         prefix = f"sampled/source/{source}/environment/" if source else "sampled/environment/"
@@ -251,8 +250,8 @@ class StepClock:
 def step_metrics(
     header: StepHeader, updates: Sequence[Metrics], clock: StepClock, names: Sequence[str]
 ) -> Metrics:
-    """Return a step's metrics: its rollouts', means (or maxima) over its updates, and times. ``names``: an
-    update's metrics, which are None in a step without updates."""
+    """Return a step's metrics: those of its rollouts, means (or maxima) over its updates, and times.
+    ``names``: an update's metrics, which are None in a step without updates."""
     means = _means(updates, names)
     taken = sum(update.get("policy/tokens") != 0.0 for update in updates)  # not updates without responses
     sampled_metrics = {**header.metrics, **_named_rewards(header)}
@@ -317,7 +316,7 @@ def _end_event(error: BaseException) -> dict[str, Any]:
 @contextmanager
 def sending_events(config: RunConfig) -> Iterator[None]:
     """Context manager: a run's event sender process, on rank 0, if ``logging.on_event`` has a target. On exit
-    waits 30 s, or 10 s after a preemption (plus 5 s if it hangs). A failing sender never fails the run."""
+    waits for it up to 30 s, or 10 s after a preemption (plus 5 s), then kills it. Its failure only warns."""
     if not config.logging.on_event:
         yield
         return

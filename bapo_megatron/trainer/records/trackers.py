@@ -1,8 +1,8 @@
 """Experiment trackers: their protocol, classes for W&B, trackio and MLflow, and secret redaction.
 
 ``TRACKERS[name](tracked_run(root, name))`` opens one: all starts of a run directory continue one tracked run,
-by an id (W&B, MLflow) or a name (trackio). A tracker runs in its own process and imports its package on
-construction. It raises errors of the package or server; ``following.py`` retries. A new tracker is a class
+by an id (W&B, MLflow) or a name (trackio). A tracker imports its package on construction, in a process of its
+own (``following.py``), which retries when the package or its server raises an error. A new tracker is a class
 with the methods of ``Tracker``, an entry in ``TRACKERS`` and one in ``TrackerName`` (config/run.py). Secrets
 (API keys, passwords in URLs) are redacted from what a tracker's package prints or raises, and from the
 configuration that it receives.
@@ -92,7 +92,7 @@ class Tracker(Protocol):
 
     def close(self, end: RunEnd | None) -> None:
         """Flush, and mark the tracked run as ended (as finished only if done). ``end`` None: the run
-        continues, and is followed again after a pause."""
+        continues, and another tracker is constructed after a pause."""
 
 
 def tracked_run(root: Path, tracker: str) -> TrackedRun:

@@ -1,6 +1,7 @@
-"""Warnings about settings of a run that do nothing, or are probably mistakes: ``setting_warnings``.
+"""Warnings about settings of a run that have no effect or are probably mistakes: ``setting_warnings``.
 
-No errors: a run that began with one can hardly be continued without it. Each is a line with the fix.
+A training run prints them at each start, each a line with the fix. They are not errors, because a run that
+began with such a setting must be able to continue.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def setting_warnings(run: RunConfig) -> Iterator[str]:
-    """Warnings about the settings of a run."""
+    """Yield warnings about the settings of a run, one line each."""
     yield from _of_algorithm(run)
     yield from _of_rewards(run.reward, run.reward_functions)
     yield from _of_learning_rate(run)
@@ -48,8 +49,8 @@ def _of_algorithm(run: RunConfig) -> Iterator[str]:
 
 
 def searches_groups_advantages(algorithm: AlgorithmConfig) -> bool:
-    """Whether clipping bounds are searched by a share that at ratios of 1 is of the groups' advantages alone:
-    not where training changes these advantages, or leaves responses out."""
+    """Return whether clipping bounds are searched, and the share at ratios of 1 depends on the groups'
+    advantages alone: not if training changes these advantages or leaves out responses."""
     bounds = algorithm.bounds
     changed = algorithm.polarity.enabled or algorithm.reference_kl.in_reward or algorithm.corrections.rejects
     changed = changed or bool(algorithm.masks) or algorithm.advantage not in CENTERED_ADVANTAGES
@@ -58,10 +59,8 @@ def searches_groups_advantages(algorithm: AlgorithmConfig) -> bool:
 
 
 def _balanced_by_mean(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """A search of clipping bounds whose updates are balanced by the mean over sequences.
-
-    In a group the advantages add up to 0, so responses that count alike give both signs half of the gradient.
-    """
+    """Yield a warning if the mean over sequences leaves a search of clipping bounds nothing to balance: in a
+    group advantages sum to 0, so responses of equal weight give both signs half of the gradient."""
     bounds = algorithm.bounds
     is_half = searches_groups_advantages(algorithm) and algorithm.loss_mean == "sequence"
     if is_half and bounds.target <= 0.5:

@@ -1,7 +1,7 @@
 """Configuration of rollout engines: addresses, deadlines, weight transfer, and the launch of SGLang servers.
 
-``SglangConfig`` is a recipe's ``rollout.sglang``; its base class ``EngineConfig`` has what every kind of
-engine has, and a user's engine subclasses it for fields of its own. ``problems`` yields their errors.
+``SglangConfig`` is a recipe's ``rollout.sglang``. Its base class ``EngineConfig`` has the fields of every
+kind of engine; a user's engine subclasses it to add fields. Their method ``problems`` yields their errors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from bapo_megatron.config.transports import TransportName, placement_problems
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of any kind of engine: concurrency, deadlines, recovery, weight sync. Subclassed by kind."""
+    """Settings of any kind of engine: server addresses, concurrency, deadlines, colocation, weight sync. Base
+    class of ``SglangConfig`` and of users' classes."""
 
     urls: tuple[str, ...] = ()
     """Servers that run already, e.g. http://node7:30000. None: the run starts servers of its own."""
@@ -53,10 +54,8 @@ class EngineConfig:
     it."""
 
     def problems(self, longest_request: int) -> Iterator[str]:
-        """Validation errors, each beginning with the field's name.
-
-        ``longest_request``: most tokens of prompt and response together.
-        """
+        """Yield validation errors, each beginning with the field's name. ``longest_request``: most tokens of
+        prompt and response together."""
         for url in self.urls:
             if not _is_address(url):
                 yield f"urls: {url!r} is not an address; write it as http://HOST:PORT"
@@ -70,7 +69,7 @@ class EngineConfig:
         yield from placement_problems(self.sync, self.colocated)
 
     def without_trainer(self) -> Self:
-        """These settings for a run without a trainer: own GPUs, and weights once, from a folder."""
+        """Return these settings for a run without a trainer: own GPUs, and weights once, from a folder."""
         return replace(self, sync="disk", colocated=False)
 
 
@@ -106,7 +105,7 @@ _SPECULATIVE, _DRAFT = "--speculative-alg", "--speculative-draft-model"
 
 
 def _draft_flag(flags: tuple[str, ...]) -> str | None:
-    """The flag that gives servers a draft model; None without one, as for drafts by n-grams."""
+    """Return the flag that gives servers a draft model; None without one, as for drafts by n-grams."""
     for flag, after in pairwise((*flags, "")):
         name, _, value = flag.partition("=")
         algorithm = (value or after).upper()
@@ -117,7 +116,7 @@ def _draft_flag(flags: tuple[str, ...]) -> str | None:
 
 @dataclass(frozen=True)
 class SglangConfig(EngineConfig):
-    """SGLang servers, for `rollout.engine=sglang`: running ones, or their launch."""
+    """SGLang servers, for `rollout.engine=sglang`: the addresses of running ones, or how to start them."""
 
     servers: Annotated[int, Ge(1)] = 1
     """Servers that the run starts on rank 0's machine, each on `tensor` GPUs."""
@@ -149,7 +148,7 @@ class SglangConfig(EngineConfig):
     """Longest wait for a server to start, plus 10 s for each GB of weights."""
 
     def problems(self, longest_request: int) -> Iterator[str]:
-        """Validation errors, each beginning with the field's name."""
+        """Yield validation errors, each beginning with the field's name."""
         yield from super().problems(longest_request)
         for pattern, why in _REFUSED_FLAGS.items():
             if refused := [flag.split("=")[0] for flag in self.flags if re.match(pattern, flag)]:

@@ -1,8 +1,8 @@
-"""Command-line parser: ``parse_options`` reads flags into a dataclass, by tyro.
+"""Command-line parser: ``parse_options`` parses flags into a dataclass with tyro.
 
-Besides tyro's own form, ``--section.field VALUE``, it takes Hydra's ``section.field=VALUE``, and a value
-after a switch (``--overwrite true``). A mistake ends the program (SystemExit, code 2). ``json_flag`` makes a
-field's flag one JSON text.
+Besides tyro's own form, ``--section.field VALUE``, it accepts Hydra's ``section.field=VALUE``, and a value
+after a switch (``--overwrite true``). A mistake ends the program (SystemExit, code 2). ``json_flag`` returns
+the annotation of a field whose flag takes JSON.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ def parse_options(
     default: C | None = None,
     description: str | None = None,
 ) -> C:
-    """Parse ``arguments`` into the dataclass ``kind``, on top of ``default`` if it is given.
-
-    Exits with code 2 for an unknown flag or a bad value, with 0 for --help.
-    """
+    """Return ``arguments`` parsed into the dataclass ``kind``, on top of ``default`` if it is given.
+    Exits with code 2 for an unknown flag or a bad value, with 0 for --help."""
     args = in_tyros_form(kind, arguments)
     if default is None:
         return tyro.cli(kind, prog=prog, description=description, args=args)
@@ -40,7 +38,7 @@ def parse_options(
 
 
 def in_tyros_form(kind: type, arguments: Sequence[str]) -> list[str]:
-    """Normalize the arguments for tyro: ``name=VALUE`` and values of switches in its own form.
+    """Return the arguments with ``name=VALUE`` and values of switches rewritten in tyro's form.
 
     ``name=VALUE`` is a flag if ``kind`` has that field, or its section, and it is not the value of the flag
     before it: the name of a file may have a ``=``.
@@ -69,7 +67,7 @@ def in_tyros_form(kind: type, arguments: Sequence[str]) -> list[str]:
 
 
 def _wants_value(before: Sequence[str], flags: Mapping[str, _Flag]) -> bool:
-    """Whether the last of the words ``before`` is a flag whose value is still to come."""
+    """Return whether the last of the words ``before`` is a flag whose value comes next."""
     last = before[-1] if before else ""
     flag = flags.get(last.removeprefix("--").replace("-", "_"))
     return last.startswith("--") and flag is not None and not flag.is_switch
@@ -87,7 +85,7 @@ class _Flag:
     """Whether a switch has its ``--no-`` form."""
 
     def switched(self, on: bool) -> list[str]:
-        """Arguments that turn the switch on or off."""
+        """Return the arguments that turn the switch on or off; none if it cannot be turned off."""
         section, dot, last = self.name.rpartition(".")
         if on or self.has_opposite:
             return [f"--{section}{dot}{'' if on else 'no-'}{last}"]
@@ -115,10 +113,8 @@ def json_flag(
     read: Callable[[Any], Any],
     write: Callable[[Any], str] = json.dumps,
 ) -> PrimitiveConstructorSpec[Any]:
-    """The form of a field of type ``kind`` as a flag: one JSON text, which ``read`` and ``write`` convert.
-
-    ``form``: what it must be, and how to write it, for the message where it does not fit.
-    """
+    """Return tyro's annotation of a field of type ``kind`` whose flag is one JSON text. ``fits`` checks the
+    decoded value, ``read`` and ``write`` convert it. ``form``: what the text must be, for error messages."""
 
     def from_words(words: list[str]) -> Any:
         try:

@@ -1,7 +1,7 @@
 """Configuration of masks and added loss terms: the entries of ``algorithm.masks`` and ``algorithm.terms``.
 
-``Parts`` is the type of both fields, as a flag a JSON list (ValueError if malformed); ``part_problems``
-yields their errors. ``algo/parts.py`` has the registered names.
+Both fields have the type ``Parts``: in a recipe a tuple of ``PartConfig``, as a flag a JSON list (ValueError
+if malformed). ``part_problems`` yields their errors. ``algo/parts.py`` has the registered names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bapo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class PartConfig:
-    """A mask or added loss term: the name or path of its function, and the function's settings."""
+    """Choice of a mask or added loss term: the name or path of its function, and the function's settings."""
 
     name: str
     """A registered name, or your own `package.module:function`."""
@@ -61,10 +61,8 @@ Parts = Annotated[
 
 
 def part_problems(algorithm: Any) -> Iterator[str]:
-    """Rules of a method's parts: registered names or dotted paths, and one of a name in each list.
-
-    ``algorithm``: an ``AlgorithmConfig``.
-    """
+    """Yield the errors of an ``AlgorithmConfig``'s advantage, masks and terms: an unknown name, or one that
+    occurs twice in a list. Also of ``reference_kl.unbiased`` without a KL term in the loss."""
     if (reference := algorithm.reference_kl).unbiased and not reference.in_loss:
         now = f"not place={reference.place} with coefficient={reference.coefficient:g}"
         yield f"algorithm.reference_kl.unbiased=true needs place=loss and a coefficient, {now}"

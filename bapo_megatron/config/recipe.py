@@ -1,7 +1,7 @@
 """Recipe loader: ``load_recipe`` runs a Python file and returns the configuration of its ``recipe()``.
 
-The file's code runs in this process; its output goes to standard error, which no script reads. Raises
-ConfigError for any failure in it. Does not check the configuration's fields.
+The file's code runs in this process; what it prints goes to standard error. Any failure in it raises
+ConfigError. Import paths of earlier versions still work. Does not check the configuration's fields.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ C = TypeVar("C")
 
 
 def load_recipe(path: Path, kind: type[C]) -> C:
-    """Configuration that ``recipe()`` in ``path`` returns. ConfigError if it fails or returns no ``kind``."""
+    """Return the configuration from ``recipe()`` in ``path``; ConfigError if it fails or is no ``kind``."""
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ConfigError(f"recipe {path} is not a Python file, or does not exist")
@@ -57,7 +57,7 @@ def load_recipe(path: Path, kind: type[C]) -> C:
 
 
 def _place(error: BaseException, recipe: str | None) -> str:
-    """File and line of an error: the recipe's last line in the traceback."""
+    """Return file and line of an error: the recipe's last line in the traceback."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"in {error.filename}, line {error.lineno}"  # the traceback ends in the importer
     frames = traceback.extract_tb(error.__traceback__)
@@ -66,7 +66,7 @@ def _place(error: BaseException, recipe: str | None) -> str:
 
 
 def _serve_former_paths() -> None:
-    """Backward compatibility: import paths of earlier commits, for recipes (tests/fixtures has one)."""
+    """Register import paths of earlier versions in ``sys.modules``, for old recipes."""
     former_modules: dict[str, dict[str, Any]] = {
         "bapo_megatron.recipe": {"load_recipe": load_recipe},
         "bapo_megatron.algo.polarity_control": {"PolarityConfig": PapoConfig},

@@ -1,6 +1,7 @@
-"""Removed settings of earlier versions, ``REMOVED``: former default, and advice for a user who sets it.
+"""Table of settings that were removed, ``REMOVED``: former default, and advice to users who still set them.
 
-A run with the default continues without the setting (``without_removed``).
+A run that has the default continues without the setting (``without_removed``). For another value, or a recipe
+or flag that sets it, callers raise ConfigError with the advice (``removed_settings``).
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "algorithm.bounds.negative_weight": ("present", _REPAIR),
     "algorithm.bounds.low_within_batch": ("searched", _REPAIR),
 }
-"""By dotted names: the default then, and what to do instead."""
+"""By dotted name: the former default, and what to do instead."""
 
 
 def without_removed(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored configuration without settings that are gone, where they have their default."""
+    """Return a stored configuration without those removed settings that have their former default."""
     return {name: value for name, value in stored.items() if REMOVED.get(name, (REMOVED,))[0] != value}
 
 
 def removed_settings(names: Iterable[str]) -> list[str]:
-    """For each of the names that is gone, as a dotted name or its last part, what to do instead."""
+    """Return the advice for each of ``names`` (dotted, or its last part) that is a removed setting."""
     asked = {name.replace("-", "_") for name in names}
     return [
         f"{name} is gone: {instead}"

@@ -1,9 +1,8 @@
 """Configuration of an RL run (``RunConfig``) or of SFT (``SftConfig``), and the sections of a run's outputs.
 
 A recipe returns one of them, and flags override its fields. Frozen dataclasses; the docstring of a field is
-its text in ``--help``. ``check`` validates the fields alone, and raises one ConfigError with every wrong type
-or, if there is none, every broken range and rule; ``trainer/preflight.py`` checks the dataset and the model
-folder.
+its text in ``--help``. ``check`` validates the fields alone: it raises one ConfigError with every wrong type
+or, without one, every broken range and rule. ``trainer/preflight.py`` checks dataset and model folder.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints: how often to write them, which to keep, which to export."""
+    """Checkpoints: how often to write them, which to keep, which to export, the command for each export."""
 
     every: Annotated[int, Ge(1)] = 10
     """Steps between checkpoints; the last step always has one."""
@@ -84,7 +83,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Traces of chosen steps and ranks by torch's profiler."""
+    """Profiles of chosen steps and ranks: traces by torch's profiler, GPU memory snapshots."""
 
     steps: tuple[int, ...] = ()
     """Steps that torch's profiler traces: updates and weight sync."""
@@ -99,7 +98,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Logging: metric trackers, targets of events, a note for the report."""
+    """Logging: metric trackers, targets of events, stall limit, a note for the report."""
 
     tensorboard: bool = True
     """Former name: False takes TensorBoard from `trackers`."""
@@ -201,22 +200,20 @@ class RunConfig:
 
     @property
     def environments(self) -> dict[str, EnvironmentConfig]:
-        """The environment of each source of prompts, by its name; one without a ``function`` is none.
-
-        The empty name is that of `data.path`, and of the suites of evaluations (``source_of_suite``).
-        """
+        """The environment of each source, by the source's name; one without a ``function`` means none. The
+        empty name is for `data.path`, and for evaluation suites without a source (``source_of_suite``)."""
         environments = {"": self.environment} if self.evaluation.every or not self.data.sources else {}
         for source in self.data.sources:
             environments[source.name] = self.environment if source.environment is None else source.environment
         return environments
 
     def source_of_suite(self, suite: str) -> str:
-        """The source whose environment answers the evaluation suite of this name: the source of the same
-        name, or the empty name of the run's own section."""
+        """Return the source whose environment an evaluation suite uses: the source of the same name, or the
+        empty name, for the run's section ``environment``."""
         return suite if suite in self.data.source_names else ""
 
     def evaluates(self, step: int) -> bool:
-        """Whether an evaluation is due after ``step``."""
+        """Return whether an evaluation is due after ``step``; never in a replay."""
         every, is_last = self.evaluation.every, self.evaluation.last and step == self.steps
         return every > 0 and (step % every == 0 or is_last) and self.rollout.replay is None
 
@@ -246,9 +243,7 @@ class RunConfig:
 @dataclass(frozen=True)
 class SftConfig:
     """Configuration of supervised fine-tuning (SFT), the warm start: next-token training on solutions.
-
-    Holds model, data, output folder, number and size of updates, layout, optimizer and packs.
-    """
+    Independent of ``RunConfig``; a recipe for `bapo sft` returns it."""
 
     model: ModelConfig
     data: DataConfig

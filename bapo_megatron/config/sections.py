@@ -36,7 +36,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The parallel layout: degrees of parallelism, and offload to the host."""
+    """The parallel layout: degrees of parallelism, timeout of collectives, and offload to the host."""
 
     tensor: Annotated[int, Ge(1)] = 1
     """Tensor parallel size (TP): splits heads, MLP and vocabulary."""
@@ -81,7 +81,7 @@ class ParallelConfig:
         return math.lcm(self.document_multiple, self.context * (self.tensor if self.sequence else 1))
 
     def pack_tokens_for(self, positions: int) -> int:
-        """The smallest ``batch.pack_tokens`` that holds a sequence of ``positions`` tokens."""
+        """Return the smallest ``batch.pack_tokens`` that fits a sequence of ``positions`` tokens."""
         return -(-positions // self.length_multiple) * self.length_multiple
 
 
@@ -120,7 +120,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Sampling of responses: prompts per step, group size, length, temperature, staleness, engine."""
+    """Sampling of responses: prompts per step, group size, length, temperature, staleness, engine, replay."""
 
     prompts_per_step: Annotated[int, Ge(1)] = 64
     """Prompts of a step, each with one group of responses."""
@@ -177,7 +177,7 @@ class RolloutConfig:
         return chosen if isinstance(chosen, EngineConfig) else EngineConfig()
 
     def without_trainer(self) -> RolloutConfig:
-        """These settings for a run without a trainer."""
+        """Return these settings for a run without a trainer: engines with their own GPUs."""
         name = "custom_engine" if ":" in self.engine else self.engine
         if not isinstance(getattr(self, name, None), EngineConfig):
             return self
@@ -187,7 +187,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The reward: its function, worker processes, limits and penalties."""
+    """The reward: its function, treatment of failures, worker processes, limits, sandbox, penalties."""
 
     function: str = "math"
     """`math`: math-verify compares the last box with the ground truth. `code`: the last code block must pass
@@ -240,7 +240,8 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """The objective: loss, clipping bounds, advantages, the ratio's old policy, updates per batch."""
+    """The objective and its updates: loss, clipping bounds, advantages, the ratio's old policy, corrections
+    and masks, KL terms, mismatch checks, updates per batch."""
 
     bounds: BoundsConfig = field(default_factory=paper)
     """Clipping bounds; presets in `bapo_megatron.algo.bapo`, of which `paper()` is the default. Another
@@ -316,7 +317,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule, counted in updates."""
+    """AdamW (hyperparameters, device, kernel), gradient clipping, and a learning-rate schedule in updates."""
 
     lr: Annotated[float, Ge(0)] = 2e-6
     """Peak learning rate."""
@@ -346,7 +347,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """Micro-batches: size of packs, recomputation, output-layer chunks."""
+    """Micro-batches: pack size, activation recomputation, order of forward passes, output-layer chunks."""
 
     pack_tokens: Annotated[int, Ge(1)] = 16384
     """Length of a micro-batch, in tokens. It must hold the longest prompt and response together."""
@@ -362,7 +363,7 @@ class BatchConfig:
     rank's vocabulary. None: 4,096 on a GPU, 1,024 on a CPU."""
 
     def chunk_tokens(self, gpu: bool) -> int:
-        """``logprob_chunk_tokens``, or its default on that kind of device.
+        """Return ``logprob_chunk_tokens``, or its default on a GPU or CPU.
 
         A chunk costs a GPU some 150 kernels whatever its size. At 32B on TP 8, 1,024 tokens are 0.4 ms of
         matrix work, less than their launches take; 4,096 take 0.6 GB at most. A CPU has no such cost.

@@ -1,7 +1,7 @@
 """Configuration of environments (``EnvironmentConfig``) and of a run's training files (``SourceConfig``).
 
-``Sources`` is the type of ``data.sources``, as a flag a JSON list (ValueError if malformed);
-``source_problems`` yields its errors.
+``data.sources`` has the type ``Sources``: in a recipe a tuple of ``SourceConfig``, as a flag a JSON list
+(ValueError if malformed). ``source_problems`` yields its errors.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class SourceConfig:
 
     @property
     def name(self) -> str:
-        """Name in metrics: that of the file without its ending, or of the prepared folder."""
+        """Name in metrics: the file's without its suffix, or the prepared folder's."""
         return self.path.parent.name if self.path.name == PREPARED else self.path.stem
 
     @property
     def file(self) -> Path:
-        """The file of problems."""
+        """Path of the problem file; a folder that is ``path`` contains it."""
         return self.path / PREPARED if self.path.is_dir() else self.path
 
 
@@ -111,7 +111,7 @@ Sources = Annotated[
 
 
 def source_problems(path: Path | None, sources: tuple[SourceConfig, ...]) -> Iterator[str]:
-    """Rules of `data.path` and `data.sources`: exactly one of them, and unique names of the sources."""
+    """Yield errors of `data.path` and `data.sources`: not exactly one is set, or two sources share a name."""
     if path is None and not sources:
         yield "data.path is None: name a file of training prompts, or several in data.sources"
     if path is not None and sources:

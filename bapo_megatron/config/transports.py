@@ -1,10 +1,9 @@
 """Table of weight transports from trainer to engines, ``TRANSPORTS``: the values of `rollout.sglang.sync`.
 
-An entry names, by dotted path, the sender class of the trainer and the class that drives engines in the
-sampler's process, and says which engines it fits. For another transport write a sender in
-``rollout/weight_sync/`` and add an entry. Its data are buckets, memory handles, or parts that send themselves
-(``types.SelfSendingPart``). Reading the table imports no torch. ``planning/traffic.py`` needs a measured rate
-for each transport.
+An entry has the dotted paths of the sender class, in the trainer, and of the class that drives engines, in
+the sampler process, and states which engines it fits. For another transport write a sender in
+``rollout/weight_sync/`` and add an entry, and a measured rate in ``planning/traffic.py``. A sender transfers
+buckets, memory handles, or parts that send themselves (``types.SelfSendingPart``). Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ _UPDATES = "bapo_megatron.rollout.engines.weight_updates"
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """A weight transport: dotted paths of its sender and of its driver, whether engines must be colocated,
-    and the engine protocol that it needs."""
+    """Table entry of a weight transport: dotted paths of its sender and driver classes, whether engines must
+    be colocated, and the engine protocol that it needs."""
 
     sender: str
     """Path of the trainer's side, a ``weight_sync/disk.Sender``. It calls ``begin``, ``receive``,
@@ -68,7 +67,7 @@ else:
 
 
 def placement_problems(sync: str, colocated: bool) -> Iterator[str]:
-    """The validation error of a transport that does not go with where the engines are, if it does not."""
+    """Yield an error if ``sync`` does not fit colocated, or separate, engines; none for an unknown name."""
     fitting = [name for name, transport in TRANSPORTS.items() if transport.colocated in (None, colocated)]
     if sync not in TRANSPORTS or sync in fitting:  # an unknown name is a mistake of the field's type
         return

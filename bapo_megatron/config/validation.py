@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def flat(config: object, prefix: str = "") -> dict[str, object]:
-    """Leaf values of nested dataclasses by dotted names, e.g. ``optimizer.lr``."""
+    """Return the leaf values of nested dataclasses by dotted names, e.g. ``optimizer.lr``."""
     return {
         path: value for path, value, _ in fields_of(config, prefix) if not dataclasses.is_dataclass(value)
     }
@@ -46,7 +46,7 @@ def raise_problems(problems: list[str]) -> None:
 
 
 def run_problems(run: RunConfig) -> Iterator[str]:
-    """Mistakes that the fields of a run show by themselves, where each has a value of its type."""
+    """Yield all values out of range and all broken rules of a run whose fields have the right types."""
     yield from out_of_range(run)
     yield from parallel_problems(run.parallel)
     if not any(out_of_range(run.parallel)):  # which divides packs
@@ -67,7 +67,7 @@ def run_problems(run: RunConfig) -> Iterator[str]:
 
 
 def new_run_problems(run: RunConfig) -> Iterator[str]:
-    """Mistakes for which only a new run is refused: one that has begun with them continues as it did."""
+    """Yield mistakes for which only a new run is refused; a run that began with them continues."""
     if run.name.strip(" ./") == "":
         yield f"name={run.name!r} names no run: give one; its directory and boards have it, too"
     low, high = run.algorithm.bounds.low_start, run.algorithm.bounds.high_end
@@ -80,7 +80,7 @@ def new_run_problems(run: RunConfig) -> Iterator[str]:
 
 
 def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
-    """Rules of the layout: what needs tensor or pipeline parallelism."""
+    """Yield broken rules of the layout: what needs tensor or pipeline parallelism, layers per chunk."""
     if parallel.sequence and parallel.tensor == 1:
         yield "parallel.sequence needs parallel.tensor of at least 2: it splits over the TP ranks"
     if parallel.virtual > 1 and parallel.pipeline == 1:
@@ -99,7 +99,7 @@ def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
-    """Rules of the sources of prompts, their rewards and their environments."""
+    """Yield broken rules of the sources of prompts, their rewards and their environments."""
     yield from source_problems(data.path, data.sources)
     for source in data.sources:
         if source.reward is not None:
@@ -109,7 +109,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
 
 
 def environment_field(source: str) -> str:
-    """The field of a source's own environment, for messages."""
+    """Return the field name of a source's own environment, for messages."""
     return f"data.sources[{source}].environment"
 
 
@@ -150,7 +150,7 @@ def _algorithm_problems(run: RunConfig) -> Iterator[str]:
 
 
 def _comparing_old(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Settings that compare pi_old with pi_rollout, with their values: weights, limits, masks."""
+    """Yield the settings (weights, limits, masks) that compare pi_old with pi_rollout, as ``name=value``."""
     if algorithm.importance_cap is not None:
         yield f"algorithm.importance_cap={algorithm.importance_cap}"
     for name, value in vars(algorithm.corrections).items():
@@ -177,7 +177,7 @@ def _distillation_problems(run: RunConfig) -> Iterator[str]:
 
 
 def _hold_problems(run: RunConfig) -> Iterator[str]:
-    """The rule of ``batch.hold_forwards`` beside that of ``trainer/update_loss.checked_loss``."""
+    """Rule of ``batch.hold_forwards``; ``trainer/update_loss.checked_loss`` has another."""
     if run.batch.hold_forwards and run.parallel.pipeline > 1:
         yield (
             f"batch.hold_forwards needs parallel.pipeline=1, not {run.parallel.pipeline}: a pipeline runs "
@@ -186,13 +186,13 @@ def _hold_problems(run: RunConfig) -> Iterator[str]:
 
 
 def range_problems(optimizer: OptimizerConfig) -> Iterator[str]:
-    """The rule of the learning rates: megatron's own answer is an assertion without the field."""
+    """Yield an error if the learning rates contradict each other; megatron's assertion names no field."""
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}"
 
 
 def staleness_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """Rules of staleness: a response of full length must be finished before it is too old."""
+    """Yield an error if ``budget_tokens`` would make a response of full length too stale."""
     if rollout.budget_tokens is None:
         return
     longest = rollout.budget_tokens * (rollout.max_staleness + 1)
@@ -207,7 +207,7 @@ def staleness_problems(rollout: RolloutConfig) -> Iterator[str]:
 
 
 def environment_problems(environment: EnvironmentConfig, field: str = "environment") -> Iterator[str]:
-    """Rules of an environment, that of ``field``: the form of its class's path."""
+    """Yield errors of ``environment``: the form of its class's path. ``field``: its name in messages."""
     function = environment.function
     if function is None:
         if environment.settings:
@@ -267,14 +267,14 @@ _HOW_REACHED = frozenset(("url", "api_key_env", "concurrency", "timeout_s", "giv
 
 
 def settings_of_scores(function: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a reward that change its scores: for an endpoint all but its address and limits."""
+    """Return the settings of a reward that change its scores: of an endpoint all but address and limits."""
     if function not in REWARD_ENDPOINTS:
         return settings
     return {name: value for name, value in settings.items() if name not in _HOW_REACHED}
 
 
 def sandbox_problems(field: str, url: str | None) -> Iterator[str]:
-    """Rules of the address of a SandboxFusion server."""
+    """Yield an error if ``url`` is not an address of a SandboxFusion server."""
     if url is not None and not re.fullmatch(r"https?://[^/@\s]+(/\S*)?", url):
         yield f"{field} is not an address: give http://HOST:PORT/run_code, without a user or a password"
 

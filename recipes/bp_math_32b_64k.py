@@ -1,4 +1,4 @@
-"""Recipe BP-Math-32B, 64k responses: the paper's main run, on eight nodes of eight 80 GB GPUs.
+"""Recipe BP-Math-32B, 64k responses: the paper's main run, on eight trainer nodes of eight 80 GB GPUs.
 
 From the paper (arXiv 2510.18927, section 5.1): responses of up to 64k tokens, GRPO advantages, the BAPO
 bounds (target 0.4, c_low in [0.6, 0.9] by 0.02, c_high in [1.2, 3.0] by 0.05: the preset), staleness by

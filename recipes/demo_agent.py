@@ -6,8 +6,8 @@ Model, problems, reward and settings are those of demo_real_tools.py. The agent 
 per episode: it uses OpenAI's chat completions with streams, is unaware of the training, and answers
 expressions as a user. Its log of each episode is in logs/agents of the run.
 
-After a value it drops the question of the worked example: a rewritten history. So an episode with a call is a
-tree of two branches, which the report shows; the second has its own prompt of 90 tokens, within
+After a value it drops the question of the worked example, which rewrites the history. So an episode with a
+call is a tree of two branches, which the report shows; the second has its own prompt of 90 tokens, within
 `max_response_tokens`.
 
 One run, seed 0: in six steps the share of right answers to 60 held-out problems, two responses each, rose

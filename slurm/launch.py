@@ -1,26 +1,26 @@
 """NeMo-Run launcher of a Slurm job: its batch script, printed or submitted. Only this file imports nemo_run.
 
-``python launch.py [--dry-run] < specification.json`` prints the job's id, or the script that would be
-submitted, the same to the byte. It runs in NeMo-Run's own environment, so it imports nothing of this project;
-``bapo submit`` makes the specification (bapo_megatron/commands/cluster/job.py).
+``python launch.py [--dry-run] < specification.json`` submits the job and prints its id, or prints the script
+that it would submit, byte for byte. ``bapo submit`` makes the specification (commands/cluster/job.py) and
+runs this file in NeMo-Run's own environment, so it imports nothing of this project.
 
 What NeMo-Run cannot express, and how this file does it:
 
-- Its script waits for the sruns of all groups, kills all when one ends, and knows one way to requeue. Here
-  the groups' sruns stay NeMo-Run's, but its last `wait` is ours: a function of that name, defined in
-  `setup_lines`, supervises the trainer and decides about a requeue (slurm/lib/job.sh).
+- Its script waits for the sruns of all groups, kills all when one ends, and has one way to requeue. This file
+  keeps the groups' sruns, but replaces the last `wait`: a function of that name, defined in `setup_lines`,
+  supervises the trainer and decides about a requeue (slurm/lib/job.sh).
 - The paths of logs depend on the restart, which only the job knows: another `--output` in `srun_args` comes
-  after NeMo-Run's own, and so wins; the same for the working directory.
-- pyxis refuses an option that is given twice, and NeMo-Run would add its own mounts and working directory. So
-  it does not hear of the container: its flags are in `srun_args`.
-- It traces the script while it exports variables, into a log that others may read. Ours, which may hold a
+  after NeMo-Run's own and overrides it; the same for the working directory.
+- pyxis rejects an option that is given twice, and NeMo-Run would add its own mounts and working directory. So
+  NeMo-Run is not told of the container, whose flags are in `srun_args`.
+- It traces the script while it exports variables, into a log that others may read. Ours, which may contain a
   token, are exported in `setup_lines`, after the trace is off.
-- All groups get the trainer's cores of a task. A rollout node has one task for all its servers: `_with_cores`
-  corrects the header.
-- It replaces `/nemo_run` wherever it stands in the script, so `main` refuses it.
+- It gives all groups the trainer's cores per task. A rollout node has one task for all its servers:
+  `_with_cores` corrects the header.
+- It replaces `/nemo_run` anywhere in the script, so `main` rejects it.
 - It writes arguments without quotes: this file quotes what needs them.
-- The path of its own log, which it does not let one quote, is /dev/null: ours comes after it.
-- Its experiments put the time into every path, and ask `sacct` for the state of jobs. They are not used:
+- Its own log path, which cannot be quoted, is set to /dev/null; the `--output` after it overrides it.
+- Its experiments put the time into every path, and query `sacct` for job states. They are not used:
   `SlurmExecutor` and its batch request make the script, and `bapo status` reports the run's state.
 """
 
@@ -49,7 +49,7 @@ wait() {{
 
 
 class _JobDetails(SlurmJobDetails):
-    """NeMo-Run's paths of a job's logs."""
+    """NeMo-Run's job details, with /dev/null as its log of an srun."""
 
     @property
     def srun_stdout(self) -> Path:
@@ -90,7 +90,7 @@ def executor_of(job: dict[str, Any], group: dict[str, Any]) -> SlurmExecutor:
 
 
 def container_flags(job: dict[str, Any]) -> list[str]:
-    """pyxis's flags of a group's srun, each once; none without a container."""
+    """pyxis flags of a group's srun, each once; none without a container."""
     if not job["container"]:
         return []
     flags = [f"--container-image={job['container']}", f"--container-workdir={job['root']}"]
@@ -101,7 +101,7 @@ def container_flags(job: dict[str, Any]) -> list[str]:
 
 
 def sbatch_flags(given: dict[str, str]) -> dict[str, Any]:
-    """The cluster file's flags of sbatch, under NeMo-Run's names; one without a value is a switch."""
+    """The cluster file's sbatch flags by NeMo-Run's names; an empty value makes a switch (True)."""
     return {name.replace("-", "_"): value or True for name, value in given.items()}
 
 
@@ -144,7 +144,7 @@ def _with_cores(script: str, groups: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Print the script, or submit it and print the job's id."""
+    """Print the script; or write it to RUN/logs/submitted.sbatch, submit it, and print the job's id."""
     text = sys.stdin.read()
     if "/nemo_run" in text:
         sys.exit("NeMo-Run replaces /nemo_run in every path, flag and variable of a job: rename the folder")
@@ -166,10 +166,8 @@ def main() -> None:
 
 
 def job_number(said: str) -> str:
-    """The job's id in what `sbatch --parsable` says: ID or ID;CLUSTER, after a site's own words.
-
-    SystemExit if there is none.
-    """
+    """The job's id in the output of `sbatch --parsable`: ID or ID;CLUSTER, after a site's own messages.
+    Raises SystemExit if there is none."""
     for line in reversed(said.splitlines()):
         if found := re.fullmatch(r"(\d+)(;\S*)?", line.strip()):
             return found[1]

@@ -1,9 +1,9 @@
 """Listening address of a node's rollout servers: ``python node_address.py NODE`` prints it, on that node.
 
-It is the address of the node's name, not of every interface. On many a cluster a node's own name resolves to
-127.0.1.1 on the node itself; then it is the source address of the route to MASTER_ADDR, the first node of the
-job, or, where this is the only node, to SLURM_SUBMIT_HOST. The standard library alone, since nodes run it
-before anything else.
+task.sh runs it unless BAPO_SERVER_HOST is set. The address is that of the node's name, so servers listen on
+one interface only. On many clusters a node's own name resolves to 127.0.1.1 on the node itself; then it is
+the source address of the route to MASTER_ADDR, the job's first node, or, on that node, to SLURM_SUBMIT_HOST.
+Only the standard library, since nodes run it before anything else.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from contextlib import suppress
 
 
 def node_address(name: str, others: Sequence[str]) -> str:
-    """The IPv4 address of this node, whose name is ``name``; ``others`` are names of other machines, if any.
+    """The IPv4 address of this node, whose name is ``name``, for connections from the machines ``others``.
 
-    The loopback address only if none of them is another, e.g. on one machine that simulates all nodes.
+    The loopback address only if none of them is another machine, e.g. if one simulates all nodes. Raises
     OSError if the name does not resolve.
     """
     own = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
@@ -34,7 +34,7 @@ def node_address(name: str, others: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Print the address; with a warning if only this machine can reach it."""
+    """Print the address, with a warning if only this machine can reach it; exit if there is none."""
     name = sys.argv[1]
     try:
         others = [os.environ.get(other, "") for other in ("MASTER_ADDR", "SLURM_SUBMIT_HOST")]

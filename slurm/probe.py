@@ -1,14 +1,14 @@
 """Health check of one node before a run starts on it; every node of a group runs it at the same time.
 
-Each node checks itself (GPUs, memory, disk), calls every other over TCP (is it reachable,
-what is its time?), and takes part in one small all-reduce. It writes its findings to FOLDER/NODE.json; the
-first node decides which nodes are bad and writes FOLDER/verdict: one line "NODE reason" for each bad node,
-or "* reason" if the bad node is unknown; empty if all are good.
+Each node checks itself (GPUs, memory, disk), calls every other over TCP (whether it is reachable, and its
+time), and takes part in one small all-reduce. It writes its findings to FOLDER/NODE.json; the first node
+decides which nodes are bad and writes FOLDER/verdict: a line "NODE reason" for each bad node, or "* reason"
+if the bad node is unknown; empty if all are good. The job's script (lib/health.sh) reads it.
 
-Processes of one probe begin minutes apart where a container is unpacked first. So all limits count from the
-time in FOLDER/start, which the job's shell wrote, and not from the begin of each process.
+Processes of one probe start minutes apart where a container is unpacked first. So all limits count from the
+time in FOLDER/start, which the job's shell wrote, not from the start of each process.
 
-Only the all-reduce and torch's GPUs need packages; where they are missing, that is a finding too.
+Only the all-reduce and torch's GPUs need packages; a missing one is a finding, too.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ Clock = Any
 
 @dataclass
 class Findings:
-    """The findings of one node about itself and the others; the first node reads those of all."""
+    """Findings of one node about itself and the others, FOLDER/NODE.json; the first node reads them all."""
 
     node: str
     problems: list[str] = field(default_factory=list)
     unreachable: list[str] = field(default_factory=list)
     clock_ahead_s: dict[str, float] = field(default_factory=dict)
-    """How far this node's clock is ahead of each other's."""
+    """Seconds by which this node's clock is ahead of each other node's."""
     all_reduce: str = "not asked"
     """`ok`, or why it failed."""
     all_reduce_s: float | None = None
@@ -61,7 +61,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Needs:
-    """The requirements of a node, from the command line."""
+    """Requirements of a node, from the command line: GPUs, free memory and disk, clock difference."""
 
     gpus: int = 0
     memory_gb: float = 1.0
@@ -87,7 +87,7 @@ def local_problems(needs: Needs, disk: Path) -> Iterator[str]:
 
 
 def held_gb(folder: Path) -> float:
-    """The size of the files in a folder, in GB: a run that continues has written a part of what it needs."""
+    """The size of the files in a folder, in GB: a resumed run has already written part of what it needs."""
     size = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -135,7 +135,8 @@ def begin_of_probe(folder: Path, seconds: float, clock: Clock) -> float:
 
 
 class Meeting:
-    """Network and clock check: a listener that answers with this node's time, and calls to all others."""
+    """Network and clock check of a node: ``call_all`` calls all others; a thread answers their calls with the
+    time. The constructor starts it, and writes its port to FOLDER/NODE.port."""
 
     def __init__(self, folder: Path, node: str, clock: Clock = time) -> None:
         self._folder, self._node, self._clock = folder, node, clock
@@ -144,10 +145,8 @@ class Meeting:
         write_whole(folder / f"{node}.port", str(self._listener.getsockname()[1]))
 
     def call_all(self, nodes: Sequence[str], deadline: float, findings: Findings) -> None:
-        """Reach every other node, and compare clocks, before ``deadline`` (monotonic).
-
-        All are called in turn until each has answered: one that never comes costs no other its time.
-        """
+        """Call every other node, in turn, until each has answered or ``deadline`` (monotonic) has passed; add
+        clock differences and unreachable nodes to ``findings``."""
         missing = [other for other in nodes if other != self._node]
         while True:
             late = self._clock.monotonic() >= deadline
@@ -162,7 +161,7 @@ class Meeting:
         findings.unreachable.extend(missing)
 
     def _ahead_of(self, other: str) -> float | None:
-        """How far this node's clock is ahead of another's; None if that does not answer."""
+        """Seconds by which this node's clock is ahead of another's; None if that does not answer."""
         with suppress(OSError, ValueError, struct.error):
             port = int((self._folder / f"{other}.port").read_text())
             with socket.create_connection((other, port), timeout=_CONNECT_S) as call:
@@ -211,10 +210,11 @@ def all_reduce(folder: Path, nodes: Sequence[str], rank: int, seconds: float) ->
 
 
 def judge(found: Sequence[Findings], nodes: Sequence[str], needs: Needs) -> dict[str, list[str]]:
-    """The bad nodes, each with its reasons.
+    """The bad nodes, each with its reasons; "*" if the bad node is unknown.
 
-    A node is bad if most nodes that answered cannot reach it, or if its clock is off from the median of all.
-    A failed all-reduce makes those nodes bad where it failed, if it worked elsewhere.
+    A node is bad if it found a problem itself or wrote no findings, if most others cannot reach it, or if
+    its clock is off from the median of all. If none is, the nodes where the all-reduce failed are bad, or "*"
+    if it failed everywhere.
     """
     bad: dict[str, list[str]] = {}
     by_node = {one.node: one for one in found}
@@ -288,7 +288,8 @@ def probe_node(
     reduce: Callable[[Path, Sequence[str], int, float], tuple[str, float | None]] | None,
     clock: Clock = time,
 ) -> None:
-    """Probe of one node: its own ``problems``, network, all-reduce; on the first node also the verdict.
+    """Probe this node (``problems``, network, all-reduce) and write FOLDER/NODE.json; the first node, after
+    all others, also FOLDER/verdict.
 
     ``seconds``: for the whole probe, from the time in FOLDER/start. ``reduce``: the all-reduce, if any.
     """

@@ -1,10 +1,10 @@
-"""Layout references (``--save``, ``--certificate``): a batch, one layout's outputs on it, and the comparison.
+"""Layout reference of ``bapo verify-parallel``: a stored batch with one layout's outputs, and comparisons.
 
-``write_layout_reference`` and ``read_layout_reference`` store a ``LayoutReference``, an npz archive;
-``compare_layouts`` returns rows of differences from one. The archive holds the inputs themselves (token ids,
-rollout log-probs, advantages), not just a seed, so a comparison does not depend on how a later version draws
-them. A comparison has one row per quantity in order of computation: the first that differs is closest to the
-cause.
+``write_layout_reference`` and ``read_layout_reference`` store a ``LayoutReference`` as an npz archive
+(``--save``, ``--certificate``); ``compare_layouts`` compares another layout's outputs on the same batch. The
+archive holds the inputs themselves (token ids, rollout log-probs, advantages), not just a seed, so that a
+comparison does not depend on how a later version draws them. A comparison has one row per quantity in order
+of computation: the first that differs is closest to the cause.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals of one layout over the batch as one update: contribution sums, bounds, loss, gradient norm."""
+    """Totals of one layout, with the batch as one update: contribution sums, bounds, loss, gradient norm."""
 
     sums: np.ndarray
     """Contribution sums at every candidate (``contribution_sums``), float64."""
@@ -68,7 +68,7 @@ class Totals:
     high: float
     """Bound c_high."""
     loss: float
-    """Mean over response tokens, at the reference's bounds."""
+    """Mean over trained tokens, at the reference's bounds."""
     grad_norm: float
     """Norm of the loss's gradient before clipping."""
 
@@ -204,7 +204,7 @@ TOLERANCES = {"float32": Tolerances(), "bfloat16": Tolerances(0.05, 0.5, 0.1, 0.
 
 @dataclass(frozen=True)
 class QuantityRow:
-    """Row of the comparison: a quantity, its values, largest differences, tolerance and verdict."""
+    """Row of a comparison: a quantity, both values, largest differences, tolerance, ok or tie or DIFFERS."""
 
     quantity: str
     reference: str
@@ -224,7 +224,7 @@ def compare_layouts(
     config: BoundsConfig,
     tolerances: Tolerances,
 ) -> list[QuantityRow]:
-    """Return the comparison, one row per quantity, upstream first. Both searches use ``config``."""
+    """Return the comparison: one row per quantity, in order of computation. ``config``: of both searches."""
     samples, said = reference.samples, reference.tokens
     # Files of earlier versions have other sums after the search's.
     ours, theirs = totals, replace(reference.totals, sums=reference.totals.sums[: sum_count(config)])
@@ -241,7 +241,7 @@ def compare_layouts(
 
 
 def first_differing_row(rows: Sequence[QuantityRow]) -> QuantityRow | None:
-    """Return the most upstream differing row, or None; later ones may follow from it."""
+    """Return the first row that differs, or None; later ones may follow from it."""
     return next((row for row in rows if row.verdict == "DIFFERS"), None)
 
 

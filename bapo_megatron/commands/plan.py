@@ -1,7 +1,8 @@
-"""``bapo plan``: whether a recipe fits and how fast it runs, by arithmetic.
+"""``bapo plan``: whether a recipe fits in memory and how fast it runs, by arithmetic.
 
-``plan_command`` prints the plan and returns the exit code, 1 if it does not fit. Needs neither a GPU nor
-weights: reads the recipe and the model's config.json. Raises ConfigError for a recipe that cannot be planned.
+``plan_command`` prints the plan and returns the exit code: 0 if it fits, else 1. Needs neither a GPU nor
+weights: runs the recipe, reads the model's config.json, and imports the recipe's custom code to check it.
+Raises ConfigError for a recipe that cannot be planned.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def plan_command(arguments: Sequence[str]) -> int:
 
 
 def sound_job(run: RunConfig, recipe: Path, options: PlanOptions) -> Job:
-    """Return the recipe's job. Raises ConfigError listing everything that prevents a plan or rehearsal."""
+    """Return the recipe's job for a plan or rehearsal. Raises ConfigError listing its invalid settings."""
     job = Job(run, find_shape(recipe, run.model.hf_path), options)
     if wrong := problems(job):
         raise ConfigError("\n".join(wrong))

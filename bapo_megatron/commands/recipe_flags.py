@@ -1,8 +1,8 @@
 """Parser of ``bapo COMMAND RECIPE [flags]``: returns the recipe's configuration, overridden by flags.
 
-``recipe_config`` returns it, ``recipe_command`` also the recipe's path; ``check_names`` checks what the
-fields name. Loading runs the recipe, a Python file. Raises ConfigError for a wrong recipe; prints and exits
-for a wrong flag, ``--help`` or no argument.
+``recipe_config`` returns it, ``recipe_command`` also the recipe's path. Both run the recipe, a Python file.
+They raise ConfigError for a wrong recipe, and print and exit for a wrong flag, ``--help`` or no argument.
+``check_names`` checks the engine, loss, advantage, masks and terms named in a configuration.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def recipe_config(command: str, kind: type[C], arguments: Sequence[str]) -> C:
 
 
 def recipe_command(command: str, whole: Callable[[RunConfig], C], arguments: Sequence[str]) -> tuple[Path, C]:
-    """Return the recipe's path and, with flags applied, its configuration wrapped by ``whole``."""
+    """Return the recipe's path, and ``whole(configuration)`` with flags applied; ``whole`` may add fields."""
     from bapo_megatron.config import RunConfig, load_recipe
 
     recipe = recipe_path(command, arguments)
@@ -38,7 +38,8 @@ def recipe_command(command: str, whole: Callable[[RunConfig], C], arguments: Seq
 
 
 def recipe_path(command: str, arguments: Sequence[str]) -> Path:
-    """Return the recipe's path, the first argument. Prints the usage and exits for --help or no argument."""
+    """Return the recipe's path, the first argument. Prints the usage and exits for --help or no argument;
+    raises ConfigError for a flag."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: bapo {command} RECIPE [flags]\n\n`bapo {command} RECIPE --help` lists the flags.")
         sys.exit(0 if arguments else 2)
@@ -75,9 +76,9 @@ def _with_named_data(default: C, arguments: Sequence[str]) -> C:
 
 def check_names(config: RunConfig, own_code: bool = False) -> None:
     """Check engine, loss, advantage, masks, terms and endpoint settings. Raises ConfigError for an unknown
-    name.
+    name or a wrong setting. Without torch it prints what it cannot check.
 
-    ``own_code``: also import and check dotted paths; their modules may exist only on the run's machines.
+    ``own_code``: also import and check custom code, which may exist only on the run's machines.
     """
     from bapo_megatron.reward.endpoint_settings import KINDS, read_settings
     from bapo_megatron.rollout.engines.backend import engine_backend

@@ -1,8 +1,9 @@
 """``bapo train``, ``sft``, ``verify-parallel``, ``rollout-server``: commands and entry points of their ranks.
 
-A ``*_command`` checks everything before a process group exists, then runs as one rank under a launcher or
-starts the layout's processes; a ``*_process`` is the entry point of one rank. ``finish`` ends a run: export
-and summary. Repeating ``bapo train`` continues a run. Preempted and RunStopped reach ``cli.py``.
+A ``*_command`` checks its recipe before any process group exists, then runs as one rank under a launcher or
+starts the layout's processes (``rollout_server_command``: one server). A ``*_process`` is the entry point of
+one rank. ``finish`` ends a run: export and summary. Repeating ``bapo train`` continues a run. Preempted and
+RunStopped propagate to ``cli.py``.
 """
 
 from __future__ import annotations
@@ -106,11 +107,9 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
 
 
 def finish(run: Run) -> None:
-    """Finish a run: export the policy unless already exported, print the summary, wait for exports.
-
-    Also waits for ``checkpoint.after_export``. Collective, after the last step. Raises Preempted if the run
-    is asked to stop before the exports are done.
-    """
+    """Finish a run: export the policy unless already exported, print the summary, wait for running exports
+    and ``checkpoint.after_export``. Collective, after the last step. Raises Preempted if the run is asked to
+    stop before the exports are done."""
     from bapo_megatron.runtime.distributed import broadcast_from_main
     from bapo_megatron.trainer.flow_control import bring_policy_back
 
@@ -160,7 +159,7 @@ def wait_for_exports(run: Run) -> None:
 
 
 def _tell_summary(run: Run, recorder: Recorder, is_new: bool) -> None:
-    """Print the end of a run. ``is_new``: it has just ended, so it is recorded if it made no update."""
+    """Print the summary of a run. ``is_new``: it has just ended, so record an event if it made no update."""
     from bapo_megatron.commands.report.data import headline, read_metrics
 
     paths = run.config.paths
@@ -206,7 +205,6 @@ def _process_guards(config: RunConfig) -> Iterator[PreemptionSignal]:
 
 
 def _run_lock(config: RunConfig) -> AbstractContextManager[None]:
-    """Return the run directory lock, which only rank 0 holds."""
     from bapo_megatron.checkpoint.run_directory import only_writer
     from bapo_megatron.runtime.distributed import is_main
 

@@ -1,4 +1,7 @@
-"""Flags of ``bapo train`` and ``bapo submit`` besides the recipe's fields, parsed by ``train_flags``."""
+"""Flags of ``bapo train`` and ``bapo submit`` besides the recipe's fields: modes and ``--fork``.
+
+``train_flags`` parses a command line into a ``TrainRequest``, whose configuration has the mode's changes.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,8 @@ class TrainRequest(NamedTuple):
 
 
 def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
-    """Return a parsed request. Raises ConfigError for contradicting flags or a replay without rollouts."""
+    """Return the parsed request; a run to resume keeps the defaults that it began with. Raises ConfigError
+    for contradicting flags or a replay without rollouts."""
     _, parsed = recipe_command(command, TrainCommand, arguments)
     run, options = parsed.run, parsed.options
     if options.rollout_only and options.train_only is not None:
@@ -73,7 +77,7 @@ def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
 
 
 def _continued(run: RunConfig) -> RunConfig:
-    """Return the run with the defaults that it began with, and report them on the first rank."""
+    """Return the run with the defaults that it began with, and print changed ones on the first rank."""
     run, lines = with_former_defaults(run)
     for line in lines if _speaks() else ():
         print(line, file=sys.stderr, flush=True)
@@ -86,7 +90,8 @@ def _speaks() -> bool:
 
 
 def rollout_only_config(run: RunConfig) -> RunConfig:
-    """Return the configuration of a sampling-only run: own directory, no evaluations, ``steps`` may grow."""
+    """Return the configuration of a sampling-only run: its own directory, no evaluations, and ``steps`` may
+    change on a resume. Raises ConfigError for a replay or a profile."""
     if run.rollout.replay is not None:
         raise ConfigError(
             f"--rollout-only samples, and rollout.replay={run.rollout.replay} gives stored rollouts instead: "
@@ -105,7 +110,8 @@ def rollout_only_config(run: RunConfig) -> RunConfig:
 
 
 def train_only_config(run: RunConfig, named: Sequence[Path]) -> RunConfig:
-    """Return the configuration of training only on the rollouts of ``named``, for at most their steps."""
+    """Return the configuration of training on the rollouts of run ``named``, for at most their steps. Raises
+    ConfigError if it has none."""
     if len(named) > 1:
         raise ConfigError(f"--train-only takes one run, not {' '.join(map(str, named))}")
     replayed = run.rollout.replay

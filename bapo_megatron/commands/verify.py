@@ -1,6 +1,6 @@
 """The ``bapo verify-parallel`` check: log-probs, bounds, loss and gradient norm of a canary batch.
 
-``run_verify`` runs it and raises SystemExit(1) if the layout differs from its reference. The canary batch is
+``run_verify`` raises SystemExit(1) if the recipe's layout differs from its reference. The canary batch is
 random sequences, so the check needs the recipe and the model, but no dataset, tokenizer or run directory. It
 writes a layout reference (``--save``), compares with one (``--certificate``), or both. With neither, it
 measures first the layout of ``--reference.*`` (by default one process), then the recipe's, each in new
@@ -236,7 +236,8 @@ def verify_layout(config: VerifyConfig) -> int:
 def measure_layout(
     policy: Policy, config: VerifyConfig, reference: LayoutReference | None
 ) -> LayoutReference:
-    """Measure this layout on the canary batch, or the reference's samples. Collective; makes an update."""
+    """Measure this layout on the canary batch, or the reference's samples. Collective; makes an update. If
+    log-probs are not finite, returns nan totals, or without a reference raises FloatingPointError."""
     bounds = config.algorithm.bounds
     sequences = [] if reference else canary_sequences(config.canary, bounds)
     samples = reference.samples if reference else unscored(sequences)

@@ -1,7 +1,4 @@
-"""Configuration ``VerifyConfig`` of ``bapo verify-parallel``: the recipe's fields and the layout check's.
-
-Imports no torch, so ``--help`` answers at once.
-"""
+"""Configuration of ``bapo verify-parallel``: a recipe's fields and the layout check's. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Layout search of ``bapo plan``: the smallest change that fits in memory, and the fastest layouts.
 
-``smallest_changes`` returns flags that make a plan fit, ``fastest_layouts`` plans on the same GPUs,
-``problems`` the texts of a job's invalid settings. Cheap rules drop most of up to ten thousand candidates; at
-most a few hundred are planned, by arithmetic.
+``smallest_changes`` returns the flags of such a change, ``fastest_layouts`` plans for the same GPUs,
+``shorter_packs`` plans with shorter packs, ``problems`` messages about a job's invalid settings. Cheap rules
+drop most of up to ten thousand candidates; at most a few hundred are planned, by arithmetic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FRACTION_STEP = 0.05
 
 
 def problems(job: Job) -> list[str]:
-    """Return problems of the layout other than memory; each makes it invalid."""
+    """Return the messages about a job's invalid settings; memory is not judged."""
     ranged = not any((*wrong_types(job.parallel), *out_of_range(job.parallel)))
     messages = list(layout_problems(job.parallel, job.shape)) if ranged else []
     try:
@@ -80,10 +80,10 @@ def smallest_changes(plan: JobPlan) -> list[Change]:
 
 
 def shorter_packs(plan: JobPlan) -> list[JobPlan]:
-    """Return plans with packs of just the longest sequence: of this layout, then of the fewest GPUs that fit.
+    """Return plans with packs of just the longest sequence: of this layout, and of the fewest GPUs that fit.
 
-    The second has less context parallelism. Empty if packs are less than twice as long, if this frees less
-    than a tenth of a GPU, or if bounds are searched per pack, so that pack length matters.
+    The second, if any, has less context parallelism; without it, the first must free a tenth of a GPU. Empty
+    if packs are less than twice as long, or bounds are searched per pack, so that pack length matters.
     """
     job = plan.job
     least = job.parallel.pack_tokens_for(job.run.longest_sequence)
@@ -114,8 +114,8 @@ def changed_flags(before: JobPlan, after: JobPlan) -> list[str]:
 
 
 def fastest_layouts(plan: JobPlan, count: int) -> list[JobPlan]:
-    """Return the ``count`` fastest layouts that fit on the same GPUs, no communication hidden. Packs keep
-    their length, or hold just the longest sequence."""
+    """Return plans of the ``count`` fastest layouts that fit in the same GPUs' memory, with no communication
+    hidden (``JobPlan.cost``). Packs keep their length, or hold just the longest sequence."""
     if not count:
         return []
     plans = [make_plan(job) for job in _layouts(plan.job) if not _broken_rules(job)]

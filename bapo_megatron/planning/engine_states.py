@@ -3,8 +3,8 @@
 ``state_cache`` returns a plan's ``StateCache``: bytes and slots. A state has the same size for any sequence
 length. SGLang caches states in ``--max-mamba-cache-size`` slots or, by default, in 0.9 times the KV cache's
 memory (``_handle_max_mamba_cache`` in kv_cache_configurator.py of 0.5.23). The radix cache stores states,
-too, since a state cannot be rolled back by a token: on a GPU a request takes 5 slots
-(``_calculate_mamba_ratio``), without the radix cache one. Flags for other ratios and strategies are not read.
+too, since a state cannot be rolled back by a token: a request takes 5 slots (``_calculate_mamba_ratio``), or
+one without the radix cache. SGLang's flags for other ratios and strategies are ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StateCache:
     per GPU, slots, slots per request."""
 
     per_sequence: int
-    """Bytes of one sequence's states in all layers, over an engine's TP ranks."""
+    """Bytes of one sequence's states in all layers, summed over an engine's TP ranks."""
     slots: int
     per_request: int
     """Slots per running request."""
@@ -37,7 +37,7 @@ class StateCache:
 
     @property
     def requests(self) -> int:
-        """Concurrent requests for which there are slots."""
+        """Maximum number of concurrent requests."""
         return self.slots // self.per_request
 
     def values(self) -> dict[str, float]:
@@ -45,8 +45,8 @@ class StateCache:
 
 
 def state_cache(job: Job, room: float) -> StateCache | None:
-    """Return the state cache, if ``room`` bytes of a GPU are shared by it and the KV cache; None for a model
-    without states. SGLang allocates one slot more than it uses."""
+    """Return an engine's state cache, which shares ``room`` bytes of each GPU with the KV cache; None for a
+    model without states. SGLang allocates one slot more than it uses."""
     shape, rollout = job.shape, job.run.rollout
     size = sum(len(shape.layers_of(kind)) * kind.decoding().per_sequence for kind in shape.kinds)
     if not size:

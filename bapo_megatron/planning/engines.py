@@ -1,7 +1,7 @@
 """Engines of a plan: KV cache, sampling time of a step, and open responses with environments.
 
 ``engine_plan`` returns memory and speed of a run's engines, ``open_responses`` how many responses must be
-open at a time to keep them busy while environments work.
+open (begun and unfinished) at a time to keep them busy while environments work.
 
 Decoding is taken as bound by memory bandwidth: a decode step reads the weights once (of a model with experts,
 those that some sequence uses) and the KV cache of every sequence (Pope et al. 2022, "Efficiently Scaling
@@ -10,14 +10,14 @@ layers with one (Gated DeltaNet, ``engine_states.py``), whose cache may limit co
 partial rollout, sampling ends with the step's last response (lengths by ``lengths.py``); steps with few
 responses read the weights, too. Scheduling, the engine's collectives and scoring are left out.
 
-A response whose environment works occupies no place at an engine. P places stay filled if
+A response whose environment works occupies no decode slot of an engine, a *place*. P places stay filled if
 
     1.25 P (1 + w t / s) <= A   t seconds of an environment step, s seconds of sampling per turn,
                                 w share of the prompts that have an environment
 
-where A responses may be open. P (1 + w t / s) is Little's law; the extra quarter covers complete responses
-that wait for their groups: measured, 97 to 98 % of the places are filled with it, 82 to 94 % without
-(benchmarks/results/sampler_scale.md). The sampler's admission (``rollout/sampler/dispatcher.py``) allows
+where A is the limit of open responses. P (1 + w t / s) is Little's law; the extra quarter covers complete
+responses that wait for their groups: measured, 97 to 98 % of the places are filled with it, 82 to 94 %
+without (benchmarks/results/sampler_scale.md). The sampler (``rollout/sampler/dispatcher.py``) admits
 
     A = S B G                   while the policy trains: max_staleness S of 1 or more, with overlap
     A = (S + 1) B G             without overlap, or with S = 0: engines sample only while training waits
@@ -168,8 +168,8 @@ def _busiest(
 @dataclass(frozen=True)
 class OpenResponses:
     """Open responses of a run with environments: how many the sampler admits at a time (``admitted``), how
-    many fill the engines' decode slots while environments work (``needed``), and the terms of that
-    inequality."""
+    many fill the engines' decode slots while environments work (``needed``), and the terms of the module's
+    formulas."""
 
     places: float
     """P: responses decoded at a time by all engines in the plan's estimate."""
@@ -207,7 +207,7 @@ class OpenResponses:
 
     @property
     def needed_staleness(self) -> int | None:
-        """Smallest ``rollout.max_staleness`` for which it holds; 0 and 1 admit equally many with overlap."""
+        """Smallest ``rollout.max_staleness`` that admits enough; 0 and 1 admit equally many with overlap."""
         if self.needed is None:
             return None
         steps = math.ceil(self.needed / self.round_responses - 1e-9)

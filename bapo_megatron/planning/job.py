@@ -1,9 +1,10 @@
-"""Job of ``bapo plan``: a recipe, its model's shape, a GPU type and flags, with derived sizes as properties.
+"""Planned job, ``Job``: a recipe, its model's shape, a GPU type and assumptions; sizes are its properties.
 
-``GPUS`` has the GPU types; ``find_shape`` reads the model's config.json and raises ConfigError without one.
-Pipeline schedules follow Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up counts of megatron-core's
-``schedules.py``.
+For `bapo plan`, `rehearse`, `submit` and `doctor`. ``GPUS`` has the GPU types; ``find_shape`` reads the
+model's config.json and raises ConfigError without one.
+The pipeline schedules of ``in_flight`` and ``slots`` follow Narayanan et al. 2021, "Efficient Large-Scale
+Language Model Training on GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up
+counts of megatron-core's ``schedules.py``.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class PlanOptions(GpuOptions):
 
 
 def find_shape(recipe: Path, hf_path: Path) -> ModelShape:
-    """Return the model's shape, from its folder or ``shapes/NAME/config.json`` of the recipes."""
+    """Return the model's shape, from the config.json in ``shape_folder``. Raises ConfigError without one."""
     return read_model_shape(shape_folder(recipe, hf_path))
 
 

@@ -1,8 +1,8 @@
-"""Response lengths of ``bapo plan``, log-normal up to the limit, and their decoding time.
+"""Response lengths of ``bapo plan``, log-normal up to a limit, and the cost of decoding them.
 
-``ResponseLengths`` is the distribution; ``decode_steps`` and ``read_tokens`` return the cost of decoding
-given lengths. Longer responses are cut to the longest length and count with it. Pure functions without
-randomness.
+``ResponseLengths`` is the distribution; longer responses are cut at the limit and count with that length.
+``decode_steps`` and ``read_tokens`` return the steps and the KV reads of decoding given lengths. Pure
+functions without randomness.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory estimate of ``bapo plan`` in bytes: one GPU of each pipeline stage, and a node's host.
 
-``stage_memory`` and ``host_bytes`` return it. Weights, gradients, optimizer states and activations are
-counted; fields say so if they are estimates.
+``stage_memory`` returns the former, ``host_bytes`` the latter. Weights, gradients, optimizer states and
+activations are counted tensor by tensor; fields that are only estimates say so.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Every run has columns for a reference's and a teacher's log-probs."""
 
 @dataclass(frozen=True)
 class StageMemory:
-    """GPU memory of one pipeline stage, in bytes: each use (weights, gradients, optimizer, activations, ...),
-    and as properties the peaks of an update, a save, a sync, sampling and a hand-over, which sum what exists
-    at a time."""
+    """Memory of one GPU of a pipeline stage, in bytes: each use (weights, gradients, optimizer, activations,
+    ...), and the peaks of an update, a save, a sync, sampling and a hand-over, each the sum of the uses at
+    that time."""
 
     stage: int
     parameters: StageParameters

@@ -1,8 +1,4 @@
-"""Text page (``plan_text``) and JSON object (``plan_dict``) of a plan.
-
-Sections of the page: summary, memory by stage, activations by recomputation mode, traffic, speed, engines,
-advice.
-"""
+"""Text page (``plan_text``) and JSON object (``plan_dict``) of a plan; ``bapo plan`` prints one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan of a training job: ``make_plan`` returns a ``JobPlan`` of all estimates, ``summary`` its text."""
+"""Plan of a job: ``make_plan`` returns the ``JobPlan`` with all estimates, ``summary`` its five-line text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def host_excess(job: Job, size: float, when: str = "") -> Iterator[str]:
 @dataclass(frozen=True)
 class JobPlan:
     """Plan of one job: memory of each stage and of a node's host (bytes), speed, traffic, engines; as
-    properties seconds of a step and run, disk, and ``verdict``, the exceeded limits."""
+    properties seconds of a step and of the run, bytes on disk, and the ``verdict`` on whether it fits."""
 
     job: Job
     stages: list[StageMemory]

@@ -1,10 +1,10 @@
-"""Sizes derived from model shape and layout: stage parameters, expert load, bytes of a run directory.
+"""Sizes derived from model shape and layout: parameters, expert load, bytes of a run directory.
 
-``stage_parameters`` returns those of one GPU, ``total_parameters`` the model's, ``rank_imbalance`` the expert
-load, ``run_folder_bytes`` the disk. A token's router makes K copies of it, one for each of its experts, which
-EP sends to the experts' ranks. The routers determine how many copies a rank gets. All estimates and
-rehearsals cover the busiest rank, whose multiple of the mean is assumed (``--expert-imbalance``) or measured
-(``--expert-routes``).
+``stage_parameters`` returns the parameters of one GPU, ``total_parameters`` the model's, ``rank_imbalance``
+the expert load, ``run_folder_bytes`` and ``rollout_bytes`` the disk space of a run. A router sends K copies
+of a token, one to each of its experts, over EP to the experts' ranks, so that the number of copies differs
+between ranks. All estimates and rehearsals cover the busiest rank, whose multiple of the mean is assumed
+(``--expert-imbalance``) or measured (``--expert-routes``).
 """
 
 from __future__ import annotations
@@ -115,11 +115,9 @@ def rank_imbalance(parallel: ParallelConfig, imbalance: float) -> float:
 
 @lru_cache(maxsize=64)
 def measured_imbalance(file: Path, shape: ModelShape, ranks: int) -> float:
-    """Return the copies of the busiest of ``ranks`` EP ranks over the mean, averaged over layers.
-
-    ``file``: a step's routes, [tokens, layers, experts of a token] (``data/routes.py``). Raises ConfigError
-    if it is of another model.
-    """
+    """Return the copies of the busiest of ``ranks`` EP ranks over the mean, averaged over layers. ``file``: a
+    step's routes, [tokens, layers, experts of a token] (``data/routes.py``). Raises ConfigError if they are
+    of another model."""
     assert shape.experts is not None
     experts = shape.experts
     routes_TLK = np.load(file, mmap_mode="r", allow_pickle=False)

@@ -1,9 +1,9 @@
 """Training speed estimate of ``bapo plan``: FLOPs, duration and MFU of an update; GPU hand-over time.
 
 ``speed`` returns the estimate of an update, ``host_update`` of a host optimizer step, ``handover_estimate``
-of the turns that colocated engines and the policy take on the same GPUs. A GPU computes matrices at ``mfu`` x
-its dense bf16 peak, attention at ``attention_mfu`` x. Recomputation and the pipeline bubble are added.
-Communication is listed separately: a measured ``mfu`` already contains its exposed part.
+of the GPU hand-overs between the policy and colocated engines. A GPU computes matrix products at ``mfu``
+times its dense bf16 peak, attention at ``attention_mfu`` times. Recomputation and the pipeline bubble are
+added; communication is listed separately, because a measured ``mfu`` already contains its exposed part.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Speed:
 
 
 def speed(job: Job) -> Speed:
-    """Return the estimated speed of an update, with full packs if there is one per replica."""
+    """Return the estimated speed of an update, whose packs are full if there is at least one per replica."""
     forward = forward_flops(job, job.typical_length)
     train, once = _seconds(job, training=True), _seconds(job, training=False)
     before = forward_passes(job) * once
@@ -221,10 +221,8 @@ def handover_estimate(job: Job) -> Handover | None:
 
 def reference_seconds(job: Job) -> float:
     """Return seconds of a step to swap the frozen reference and the policy over PCIe; 0 without a reference.
-
-    Both ways: four times the largest stage's weights, all GPUs of a node in parallel.
-    ``traffic.forward_passes`` counts the forward pass in between.
-    """
+    Both ways: four times the largest stage's weights, all GPUs of a node in parallel. Without the forward
+    pass in between, which ``traffic.forward_passes`` counts."""
     if not job.run.algorithm.reference_kl.enabled:
         return 0.0
     return 4 * largest_stage_weights(job) / _host_rate(job)

@@ -1,8 +1,8 @@
 """Communication estimate of ``bapo plan``: an update's collectives, and the weight sync to the engines.
 
-``update_traffic`` and ``sync_traffic`` return bytes and seconds. A collective over n ranks on a message of M
-bytes (whole) sends (n - 1) / n M from each rank for an all-gather or a reduce-scatter, and twice that for an
-all-reduce (ring algorithms).
+``update_traffic`` and ``sync_traffic`` return bytes and seconds. A collective over n ranks on a tensor of M
+bytes (global size) sends (n - 1) / n M from each rank for an all-gather or a reduce-scatter, and twice that
+for an all-reduce (ring algorithms).
 
 A broadcast sync spends little time on the wire: weights are gathered by parameter, copied into buckets,
 announced to every server and loaded there (in verl's 72B sync, buckets take 23.5 of 24 s). So a sync also has
@@ -69,11 +69,9 @@ def forward_passes(job: Job) -> float:
 
 
 def known_passes(job: Job) -> int:
-    """Return how many ``forward_passes`` a step's first update skips (``trainer/update_loss.py``).
-
-    Every ratio is 1 if its weights are pi_old: with ``old_log_probs`` "trainer", or if those weights sampled
-    all responses of the step.
-    """
+    """Return how many ``forward_passes`` a step's first update skips (``trainer/update_loss.py``). Its ratios
+    are known to be 1 if the policy's weights are pi_old: with ``old_log_probs`` "trainer", or if they sampled
+    all responses of the step."""
     algorithm = job.run.algorithm
     by_trainer = algorithm.old_log_probs == "trainer"
     if not algorithm.known_ratio or (job.partial_rollout and not by_trainer):
@@ -138,7 +136,7 @@ def _data(job: Job) -> float:
 
 @dataclass(frozen=True)
 class Sync(Traffic):
-    """Weight sync of a step to the engines: bytes sent, seconds on the wire, and expected seconds in all."""
+    """Traffic of a step's weight sync to the engines, with the expected seconds of the whole sync."""
 
     expected_seconds: float
     """Seconds of a sync at the measured or assumed rate."""

@@ -1,9 +1,9 @@
-"""Agent program with only the standard library: a model and a calculator, over streams.
+"""Agent program of demo_agent.py: lets a model use a calculator, with streamed chat completions.
 
-It could be in any language and is unaware of the training. It reads a task from standard input, requests chat
-completions from OPENAI_BASE_URL, answers an expression with its value, and ends at the first message that is
-not an expression. It drops old messages, as agents with a full context do: its history is rewritten. It
-prints no reward: the run's reward function judges the model's last turn.
+It could be in any language (this one has only the standard library) and is unaware of the training. It reads
+a task from standard input, requests chat completions from OPENAI_BASE_URL, answers an expression with its
+value, and ends at the first message that is not an expression. It drops old messages, as agents with a full
+context do. It prints no reward: the run's reward function judges the model's last turn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEPT = 5
 
 
 def ask(messages: list[dict[str, str]]) -> str:
-    """Return the model's next message, read from a stream."""
+    """Return the model's next message, from a streamed chat completion."""
     url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
     headers = {
         "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
@@ -39,7 +39,7 @@ def ask(messages: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    """Talk until the model's message is not an expression."""
+    """Answer the model's messages until one is not an expression."""
     messages = json.load(sys.stdin)["messages"]
     while EXPRESSION.fullmatch(said := ask(messages)):
         value = str(eval(said))  # digits and three operators

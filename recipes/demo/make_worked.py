@@ -31,7 +31,7 @@ EXAMPLE = (
 
 
 def worked(lines: Sequence[str], role: str = "tool") -> Iterator[dict[str, Any]]:
-    """Rows with the example before each problem of a prepared file. ``role``: the calculator's."""
+    """Rows of a prepared file, with the example before each problem except its own. ``role``: of the tool."""
     said = [(role if who == "tool" else who, content) for who, content in (("system", SYSTEM), *EXAMPLE)]
     messages = [{"role": who, "content": content} for who, content in said]
     for row in map(json.loads, lines):

@@ -1,8 +1,8 @@
-"""Recipe of a custom method: advantage, mask, loss and term are functions of own_method/parts.py.
+"""Recipe of a custom method: its advantage, mask, loss and term are defined in own_method/parts.py.
 
 RLOO's advantage (arXiv 2402.14740), a mask of truncated responses with negative advantages, a capped
 REINFORCE, and an entropy bonus. All other settings are those of r1_distill_qwen_7b_8k.py. Start it in the
-repository's root, since its parts have relative paths; docs/extending.md describes other methods.
+repository's root, from which its parts are imported; docs/extending.md describes other methods.
 
 Preset: none; the loss reads no bounds.
 """

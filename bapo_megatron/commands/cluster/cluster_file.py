@@ -1,7 +1,7 @@
 """Cluster file: the TOML settings of a Slurm site, for ``bapo submit --cluster FILE``.
 
-``load_cluster(path)`` returns a ``ClusterFile``; it raises one ConfigError with all problems of names and
-types or, if there are none, of values.
+``load_cluster(path)`` returns a ``ClusterFile``. It raises one ConfigError for a missing or unreadable file,
+or with all wrong names and types or, if there are none, all invalid values.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _OF_THE_JOB = (
 
 @dataclass(frozen=True)
 class Budgets:
-    """Requeue budgets, the file's table ``budgets``: how often a job may be requeued over its whole life,
-    after a crash, a preemption, the time limit, or a node failure. The job's script (slurm/lib/requeue.sh)
-    counts."""
+    """Requeue budgets, the file's table ``budgets``: the maximum number of requeues over a job's whole life,
+    for each kind of end: crash, preemption, time limit, node failure. The job's script counts them
+    (slurm/lib/requeue.sh); beyond a budget the job stops."""
 
     crash: Annotated[int, Ge(0)] = 20
-    """A GPU that fails is mostly a crash, not a lost node: of 1,000 GPUs some ten in a month. A crash without
-    a newer checkpoint than the one before stops the job whatever is left."""
+    """A failing GPU usually shows as a crash, not as a lost node: of 1,000 GPUs about ten in a month. A crash
+    without a new checkpoint since the last requeue stops the job, whatever budget is left."""
     preemption: Annotated[int, Ge(0)] = 100
     time_limit: Annotated[int, Ge(0)] = 500
     node_failure: Annotated[int, Ge(0)] = 20
@@ -48,8 +48,8 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Health:
-    """Limits of a node's health checks (slurm/probe.py) before a run starts on it, the file's table
-    ``health``: free memory and disk, clock difference, waiting time."""
+    """Health check of every node before a run starts (slurm/probe.py), the file's table ``health``: whether
+    to run it, free memory and disk that a node needs, allowed clock difference, longest wait."""
 
     probe: str = "on"
     """`on` or `off`."""
@@ -63,8 +63,8 @@ class Health:
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """Settings of one Slurm site, as ``slurm/clusters/*.toml`` has them: account, partition and time limit,
-    GPUs and nodes, container and interpreters, waiting times, environment variables, sbatch flags, requeue
+    """Content of a cluster file, such as ``slurm/clusters/*.toml``: account, partition and time limit, GPUs
+    and nodes, container and interpreters, waiting times, environment variables, sbatch flags, requeue
     budgets, health checks."""
 
     account: str
@@ -101,9 +101,9 @@ class ClusterFile:
     lead_s: Annotated[int, Ge(1)] = 600
     """Time before the limit at which the ranks are told to save and stop."""
     margin_s: Annotated[int, Ge(0)] = 60
-    """Time before the limit at which ranks that still save are killed. srun waits for those that a file
-    system holds, for Slurm's KillWait (30 s) and two more; then the job must still be requeued. Half of
-    `lead_s`, if that is not above this default."""
+    """Time before the limit at which ranks that are still saving are killed. srun waits for ranks blocked by
+    a file system, for Slurm's KillWait (30 s) and 2 s more; then the job must still be requeued. If `lead_s`
+    is not above this default: half of `lead_s`."""
     wait_s: Annotated[int, Ge(1)] = 900
     """Longest wait for the other ranks, once the first has ended."""
     crash_wait_s: Annotated[int, Ge(1)] = 60
@@ -121,7 +121,7 @@ class ClusterFile:
 
 
 def load_cluster(path: Path) -> ClusterFile:
-    """Read the cluster file at ``path``. Raises ConfigError listing all its problems."""
+    """Read the cluster file at ``path``. Raises ConfigError if it is missing, unreadable or invalid."""
     try:
         table = tomllib.loads(path.read_text())
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Slurm job of a recipe, ``ClusterJob``: node groups, environment settings, and checks before submission.
+"""Slurm job of a recipe, ``ClusterJob``: node groups, environment variables, and checks before submission.
 
-Does not call Slurm: ``check_job`` raises ConfigError if the job cannot work, and ``ClusterJob.specification``
-returns what ``slurm/launch.py`` submits.
+For `submit.py`; nothing here calls Slurm. ``check_job`` returns warnings and raises ConfigError if the job
+cannot work; ``ClusterJob.specification`` returns the JSON object that ``slurm/launch.py`` submits.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _TO_SLURM = ("account", "partition", "time", "qos", "constraint", "cpus_per_task
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """Slurm job of one recipe with its flags on the site of a cluster file. Properties are its nodes and
-    processes; methods return its problems and warnings as text, its settings and its specification.
-    Immutable; reads files. Only ``rehearsal_misfits`` starts processes, for minutes."""
+    """Slurm job of one recipe with its flags at the site of a cluster file. Properties are its nodes and
+    processes; methods return its problems and warnings as text, its environment variables and its
+    specification. Immutable; reads files. Only ``rehearsal_misfits`` starts processes, for minutes."""
 
     config: RunConfig
     cluster: ClusterFile
@@ -67,7 +67,7 @@ class ClusterJob:
 
     @property
     def rollout_nodes(self) -> int:
-        """Nodes of SGLang servers; 0 if colocated, since those use the trainer's node, and for a replay."""
+        """Nodes of SGLang servers; 0 for colocated servers, which use the trainer's GPUs, and a replay."""
         return 0 if self.why_no_rollout_nodes else self.cluster.rollout_nodes
 
     @property
@@ -166,7 +166,7 @@ class ClusterJob:
         return missing
 
     def _paths(self) -> dict[str, Path]:
-        """Return paths that every task needs, by role, and that this machine has at the same place."""
+        """Return paths that every task needs, by role, at the same place as on this machine."""
         return {
             "folder of the submission": self.root,
             "checkout": self.templates.parent,
@@ -175,7 +175,7 @@ class ClusterJob:
         }
 
     def _inputs(self) -> dict[str, Path]:
-        """Return paths that tasks read, by role. A replay reads no data."""
+        """Return paths of the data that tasks read, by role. A replay reads no prompts."""
         config = self.config
         needed = {"model": config.model.hf_path}
         if config.algorithm.reference_kl.model is not None:
@@ -275,14 +275,16 @@ class ClusterJob:
         return 1.2 * host_bytes(planned) / GB * self.tasks_per_node / planned.gpus_on_node
 
     def misfits(self) -> list[str]:
-        """Return why the recipe does not fit the cluster's GPUs, by `bapo plan`; empty without a `gpu`."""
+        """Return why the recipe does not fit by `bapo plan`; without rollout nodes only memory is judged.
+        Empty without a `gpu`. Raises ConfigError without the model's config.json."""
         if self.cluster.gpu is None:
             return []
         plan = make_plan(self.planned())
         return plan.verdict.problems if self.rollout_nodes else list(plan.verdict.memory)
 
     def rehearsal_misfits(self) -> list[str]:
-        """Return why the recipe does not run or fit, from a rehearsal of one rank of each kind (minutes)."""
+        """Return why the recipe does not run or fit, from a rehearsal of one rank of each kind (minutes).
+        Raises ConfigError if the rehearsal ends without a result."""
         planned = self.planned()
         layout = ("--parallel.data", str(planned.run.parallel.data), "--gpu", planned.options.gpu)
         with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
@@ -296,7 +298,8 @@ class ClusterJob:
         return misfits
 
     def planned(self) -> Job:
-        """Return the job for `bapo plan`. Raises ConfigError if the cluster file does not name its GPUs."""
+        """Return the ``Job`` to plan: the recipe on this job's ranks and rollout nodes. Raises ConfigError
+        if the cluster file does not name its GPUs."""
         if self.cluster.gpu is None:
             raise ConfigError("the cluster file does not say which `gpu` its nodes have: add it")
         replicas = self.processes // self.config.parallel.model_size
@@ -314,7 +317,7 @@ class ClusterJob:
         return shlex.join([str(self.recipe), *self.flags, "--run-dir", str(self.run_dir)])
 
     def settings(self) -> dict[str, str]:
-        """Return the variables of `slurm/lib/settings.sh` and the cluster file."""
+        """Return the job's environment variables: of `slurm/lib/settings.sh` and the cluster file."""
         cluster, budgets, health = self.cluster, self.cluster.budgets, self.cluster.health
         settings = {
             "BAPO_ROOT": self.root,
@@ -385,7 +388,7 @@ class ClusterJob:
 def check_job(job: ClusterJob, force: bool, rehearse: bool = False, dry_run: bool = False) -> list[str]:
     """Check the job before submission; return the warnings. Raises ConfigError if the job cannot work.
 
-    ``force`` turns memory misfits into warnings, ``rehearse`` adds a rehearsal of the ranks, and ``dry_run``
+    ``force`` turns misfits (of plan and rehearsal) into warnings, ``rehearse`` adds a rehearsal, ``dry_run``
     turns missing mounts into warnings, since the checkout may be at another place here.
     """
     # Cheapest first: a rehearsal takes minutes.

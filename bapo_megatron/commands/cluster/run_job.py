@@ -1,8 +1,9 @@
-"""A run's job (a Slurm job or a local process): its state, logs and cancellation.
+"""Job state, logs and cancellation of a run, which is a Slurm job or a local process.
 
-For ``bapo logs`` and ``cancel``. ``read_job_state`` returns the job's ``JobState``, ``newest_logs`` the log
-files of the newest start (for a Slurm job RUN/logs/JOB/RESTART/*.log), ``cancel`` stops the run. Slurm
-commands run with a deadline.
+``read_job_state`` returns the ``JobState`` of the run's Slurm job, None if it never had one; ``lock_holder``
+the id of a local process. ``bapo status`` calls both, ``bapo submit`` the former. ``newest_logs`` (``bapo
+logs``) returns the main log files of the newest start: of the job, rank 0 and the servers. ``cancel`` (``bapo
+cancel``) asks the run to save and stop, or kills it. A Slurm command fails after 15 s (SlurmError).
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 RUNNING_STATES = ("RUNNING", "SIGNALING", "RESIZING")
-"""States of a job whose processes run, also while Slurm sends a signal or returns nodes."""
+"""Slurm states of a job whose processes run, also while Slurm signals them or takes nodes away."""
 
 LIVE_STATES = (
     *RUNNING_STATES,
     *("PENDING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "EXPEDITING"),
     *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
 )
-"""States of a job that runs or will run, also if suspended by a preemption or held by Slurm."""
+"""Slurm states of a job that runs or will run, also if suspended by a preemption or held by Slurm."""
 
 _DEFAULTS = ("SQUEUE_", "SCANCEL_", "SINFO_")
 _DEADLINE_S = 15.0
@@ -45,8 +46,8 @@ _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", 
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a run's Slurm job, as slurm/lib/state.sh writes it into RUN/slurm.state: job id, restart
-    number, status, end time, nodes, requeues. Missing numbers are 0, missing texts ""."""
+    """State of a run's Slurm job: job id, restart number, status, end time, nodes, requeues by reason. From
+    RUN/slurm.state, which the job's script writes (slurm/lib/state.sh). Missing numbers are 0, texts ""."""
 
     job: str
     restart: int
@@ -60,10 +61,10 @@ class JobState:
 
 
 def read_job_state(run: Path) -> JobState | None:
-    """Return the state of the run's job; None if no job was ever started or submitted for it.
+    """Return the state of the run's newest Slurm job; None if none was ever started or submitted for it.
 
-    A submitted job has no state file until it begins, perhaps days later. It becomes the run's job once the
-    previous one is over, which Slurm may be asked.
+    A submitted job has no state file until it begins, perhaps days later; its status is "submitted". It
+    becomes the run's job once the previous one is over, for which this may ask Slurm.
     """
     begun, submitted = _read_state_file(run), _submitted(run)
     if submitted is None or (begun is not None and submitted <= int(begun.job)):
@@ -83,7 +84,6 @@ def _submitted(run: Path) -> int | None:
 
 
 def _read_state_file(run: Path) -> JobState | None:
-    """Return the state file's content, None without one."""
     try:
         lines = RunPaths(run).slurm_state.read_text().splitlines()
     except FileNotFoundError:
@@ -175,10 +175,9 @@ def logs_command(arguments: Sequence[str]) -> None:
 
 
 def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
-    """Return the newest start's log files: the job's, rank 0's and the servers', or all with ``every_rank``.
-
-    Logs of the training job are preferred: a later job may evaluate or convert checkpoints.
-    """
+    """Return the newest start's log files, RUN/logs/JOB/RESTART/*.log: the job's, rank 0's and the servers',
+    or all with ``every_rank``. Prefers the training job: a later one may evaluate or convert checkpoints.
+    Of a local run: RUN/logs/*.log. Of a job that has not begun: Slurm's own output, if any."""
     starts = [folder for folder in RunPaths(run).logs.glob("[0-9]*/[0-9]*") if folder.is_dir()]
     if not starts:
         return sorted(RunPaths(run).logs.glob("*.log")) or _outputs(run, read_job_state(run))
@@ -197,7 +196,7 @@ def _outputs(run: Path, job: JobState | None) -> list[Path]:
 
 
 def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> dict[Path, int]:
-    """Print the last lines of each log; return where each ended. Raises ConfigError if the run has none."""
+    """Write each log's last lines to ``out``; return its end in bytes. Raises ConfigError without logs."""
     logs = newest_logs(run, every_rank)
     if not logs:
         raise ConfigError(
@@ -219,7 +218,7 @@ def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> dict[Path, in
 def follow_logs(
     run: Path, out: TextIO, every_rank: bool = False, is_following: Callable[[], bool] = lambda: True
 ) -> None:
-    """Print new log lines, including later starts', until interrupted (`tail -f`)."""
+    """Print the last and then all new log lines, including later starts', until interrupted (`tail -f`)."""
     seen = show_logs(run, out, every_rank)
     last: Path | None = None
     logs, listed = list(seen), time.monotonic()
@@ -256,10 +255,11 @@ def cancel_command(arguments: Sequence[str]) -> None:
 
 
 def cancel(run: Path, at_once: bool = False) -> str:
-    """Cancel the run, after it saves unless ``at_once``; return a sentence that says what was done.
+    """Ask the run to save and stop, or kill it if ``at_once``; return a sentence that says what was done.
 
     Uses Slurm if the run's job is in the queue, otherwise signals the local process that holds the run's
-    lock. Raises ConfigError if there is neither, or Slurm refuses or does not answer.
+    lock; does not wait for the end. A job that is not running is cancelled without a save. Raises ConfigError
+    if there is neither, or Slurm refuses or does not answer.
     """
     if not run.is_dir():
         raise ConfigError(f"run directory {run} does not exist")
@@ -289,7 +289,7 @@ def cancel(run: Path, at_once: bool = False) -> str:
 
 
 def run_and_switches(command: str, arguments: Sequence[str], *known: str) -> tuple[Path, set[str]]:
-    """Return the run directory and the switches. Prints the usage and exits for an unknown switch."""
+    """Return the run directory and the switches. Raises ConfigError for others; exits after ``--help``."""
     switches = {word for word in arguments if word.startswith("-")}
     names = [word for word in arguments if not word.startswith("-")]
     if len(names) != 1 or switches - set(known):

@@ -1,8 +1,8 @@
 """``bapo status``: status of a run, read from its directory and Slurm's queue.
 
-``read_status`` returns a ``Status``, ``status_text`` prints it. Takes no lock and leaves nothing behind. File
+``read_status`` returns a ``Status``, ``status_text`` its text. Takes no lock and leaves nothing behind. File
 ages use the file system's clock, which may differ from this machine's. Since a file system may hang,
-``status_command`` reads the status in a child process with a deadline.
+``status_command`` reads the status in a child process with a deadline of 30 s.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _CLOCK_S = 2.0
 
 
 def status_command(arguments: Sequence[str]) -> None:
-    """``bapo status RUN [--watch]``: print a run's status."""
+    """``bapo status RUN [--watch]``: print a run's status, with ``--watch`` every 5 s. Exits with an error if
+    its file system hangs."""
     run, switches = run_and_switches("status", arguments, "--watch")
     while True:
         try:
@@ -66,12 +67,12 @@ def status_command(arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a run at one moment, None where unknown: its job, state, step, last metrics, newest
-    checkpoint, engines, and last error."""
+    """Status of a run at one moment: its job, state, last finished step (0: none) and its metrics, newest
+    checkpoint, engines, and last error. None where unknown or absent."""
 
     run: Path
     job: JobState | None
-    """Slurm job; None if never started by Slurm, or if the run now goes on by hand."""
+    """Slurm job; None if there was none, or if the run now continues as a local process."""
     state: str
     """State of the job or local process, in words."""
     seconds_left: float | None
@@ -136,8 +137,8 @@ def read_status(run: Path, now: float | None = None) -> Status:
 
 
 def _files_now(run: Path) -> float:
-    """Return the time by the run's file system; by this machine if there is no answer in ``_CLOCK_S``. Asking
-    takes a write, for which a busy disk may need minutes."""
+    """Return the time by the run's file system, or by this machine if that takes more than ``_CLOCK_S``: it
+    needs a write, which may take minutes on a busy disk."""
 
     def ask() -> float:
         # The process lives while the disk hangs, and must not hold the pipe that a reader waits for.

@@ -1,8 +1,8 @@
 """Slurm submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags]``.
 
 ``submit`` checks the job, submits it and returns its id; with ``--dry-run`` it returns the script and writes
-no file. ``slurm/launch.py`` submits with NeMo-Run, in its own process and a Python that has NeMo-Run. Raises
-ConfigError if a check or the submission fails.
+no file. The submission runs ``slurm/launch.py`` as a child process, in an interpreter that has NeMo-Run.
+Raises ConfigError if a check or the submission fails.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TEMPLATES = Path(__file__).parents[3] / "slurm"
 
 @dataclass(frozen=True)
 class SubmitCommand:
-    """Parsed command line of ``bapo submit``: recipe, cluster file, switches, flags for ``bapo train``."""
+    """Command line of ``bapo submit``, parsed by ``of``: recipe, cluster file, switches, the other flags."""
 
     recipe: Path
     cluster: Path
@@ -118,7 +118,7 @@ def submit(command: SubmitCommand, config: RunConfig, forked: Path | None = None
 
 
 def _queue_warnings(job: ClusterJob) -> Iterator[str]:
-    """Yield Slurm's objections to the submission, where it answers."""
+    """Yield warnings from Slurm's answers: a partition that is too small, another live job of the run."""
     yield from partition_warnings(job.cluster, job.trainer_nodes + job.rollout_nodes)
     run, other = job.run_dir, read_job_state(job.run_dir)
     state = (queue_state(other.job) or ("", ""))[0] if other else ""
@@ -128,7 +128,8 @@ def _queue_warnings(job: ClusterJob) -> Iterator[str]:
 
 
 def launch(job: ClusterJob, dry_run: bool) -> str:
-    """Run `slurm/launch.py` in an interpreter that has NeMo-Run; return its standard output."""
+    """Run `slurm/launch.py`; return its standard output, the job id or script. Unless ``dry_run``, records
+    the id in the run directory, for `bapo status`, and prints warnings. Raises ConfigError if it fails."""
     if not dry_run:
         if shutil.which("sbatch") is None:
             raise ConfigError(
@@ -166,7 +167,8 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
 
 
 def nemo_run_python() -> str:
-    """Return an interpreter that has NeMo-Run: ``BAPO_NEMO_RUN_PYTHON``, this one, or `make nemo-run`'s."""
+    """Return an interpreter that has NeMo-Run: ``BAPO_NEMO_RUN_PYTHON``, this one, or `make nemo-run`'s.
+    Raises ConfigError without one."""
     if named := environment_variable(PYTHON_VARIABLE):
         if not Path(named).is_file():
             raise ConfigError(f"{PYTHON_VARIABLE}={named} does not exist")
@@ -192,10 +194,10 @@ _OF_JOBS = ("SLURM_", "SLURMD_", "SRUN_")
 def submission_environment(
     shell: Mapping[str, str], settings: Container[str], library: Path
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the environment for a submission, and names left out that a user may miss.
+    """Return the environment for a submission, and the names of removed variables that a user may miss.
 
     ``sbatch`` passes its environment to the job, where unrelated variables would silently take effect: sbatch
-    defaults (stronger than the script's header), variables of the job around this shell (Slurm 24.11 rejects
+    defaults (which override the script's header), variables of the job around this shell (Slurm 24.11 rejects
     two different SLURM_CPUS_PER_TASK), and settings for plain sbatch. ``shell``: the command's environment.
     ``settings``: names that the job's script sets itself. ``library``: the folder ``slurm/lib``, whose
     ``settings.sh`` names all job settings.
@@ -220,11 +222,8 @@ _PARTITION = re.compile(r"([^|]+)\|(infinite|UNLIMITED|n/a|(?:\d+-)?\d+(?::\d+){
 
 
 def partition_warnings(cluster: ClusterFile, nodes: int) -> Iterator[str]:
-    """Yield warnings if ``sinfo`` says the partition lacks the cluster file's time or ``nodes`` nodes.
-
-    Slurm lets such a job wait forever. Only warnings, since a site's QOS may raise limits; none if Slurm does
-    not answer.
-    """
+    """Yield warnings if by ``sinfo`` the partition's time limit or nodes are too few for the job, which would
+    wait forever. Only warnings, since a site's QOS may raise limits; none if Slurm does not answer."""
     try:
         # sinfo prints a line per partition and node state; hidden partitions need -a.
         said = call_slurm("sinfo", "-a", "-h", "-p", cluster.partition, "-o", "%R|%l|%D")

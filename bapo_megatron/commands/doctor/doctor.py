@@ -1,8 +1,8 @@
 """Command ``bapo doctor [RECIPE] [flags of the recipe] [--json]``: runs all checks and prints their rows.
 
-``run_doctor`` returns the exit code, 1 if a run could not start; ``all_rows`` yields the rows. They check
-packages, SGLang, the machine, the code sandbox, the recipe and its servers. Rows are printed as they arrive;
-with ``--json``, all at the end. A section that crashes becomes a row.
+``run_doctor`` returns the exit code: 1 if a row is a problem, with which no run could start, else 0.
+``all_rows`` yields the rows of each section: packages, SGLang, machine, code sandbox, recipe, its servers.
+Rows are printed as they arrive; with ``--json``, all at the end. An exception in a section becomes its row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ start. `bapo train RECIPE --help` lists the flags.
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """Parsed command line of ``bapo doctor``: the recipe or None, its flags, and whether to print JSON."""
+    """Command line of ``bapo doctor``, parsed by ``of``: recipe or None, its flags, whether to print JSON."""
 
     recipe: Path | None
     flags: tuple[str, ...] = ()
@@ -87,8 +87,8 @@ def _is_told_by(package: DoctorRow, row: DoctorRow) -> bool:
 
 
 def guarded(section: str, rows: Callable[[], Iterator[DoctorRow]]) -> Iterator[DoctorRow]:
-    """Yield the rows of a section; an exception becomes a row, so the report continues. A check that a busy
-    machine did not finish in time is not a problem."""
+    """Yield the rows of a section; an exception becomes a row, so the report continues. A check that only
+    lacked time on a busy machine becomes `optional` (``excused``)."""
     try:
         yield from map(excused, rows())
     except Exception as error:  # an unforeseen machine must not cost the other sections

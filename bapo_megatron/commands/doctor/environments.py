@@ -1,11 +1,11 @@
-"""Environment check of ``bapo doctor``: one step in the environment of each prompt source.
+"""Environment check of ``bapo doctor``: a trial of the environment of each prompt source.
 
-``try_environments`` yields a row for each. Runs in the child process of ``recipe.py``, in a pool worker with
-the recipe's interpreter, settings and limits, on the source's first row. Steps once, and an agent program to
-its end; nothing is tried again, since an environment may have outside effects. A failing step becomes a row,
-not an exception: a `problem` if the environment cannot be built, returns no valid ``Reply`` or asks the model
-nothing, which no turn can change; `optional` if the step failed on a turn that no model wrote, or exceeded
-the doctor's time.
+``try_environments`` yields a row for each; it is called in the child process of ``recipe.py``. The
+environment runs in a pool worker with the recipe's interpreter and settings, on the source's first row: one
+step of at most 120 s, or an agent program to its end, for about as long. There are no retries, since an
+environment may have outside effects. A failure becomes a row, not an exception: a `problem` if no turn of the
+model could avoid it (the environment cannot be built, returns no valid ``Reply``, or sends the model no
+request); `optional` if it failed on the doctor's turn, which no model wrote, or needed more time.
 """
 
 from __future__ import annotations
@@ -67,11 +67,9 @@ def environment_row(state: State, found: str, fix: str = "") -> DoctorRow:
 
 
 def try_environments(config: RunConfig, passed: Sequence[object]) -> Iterator[DoctorRow]:
-    """Yield a row for one step of each source's environment on its first row, one after another.
-
-    ``passed``: what the recipe's checks returned; without data in it, no trial runs. An environment that only
-    evaluation suites use is tried on the first row of the first suite.
-    """
+    """Yield the row of each source's environment, tried one after another on the source's first row, or on
+    that of an evaluation suite, if only suites use it. ``passed``: what the recipe's checks returned,
+    including the datasets; an environment whose rows are missing is not tried."""
     rows = _first_rows(config, passed)
     environments = {
         name: environment
@@ -147,8 +145,8 @@ async def _try(tried: _Tried) -> DoctorRow:
 
 
 async def _stepped(tried: _Tried, traits: Traits) -> tuple[StepResult, int]:
-    """Return a new environment's answer to ``TURN``, and its number; an agent program is answered up to its
-    end or ``max_turns``. Closes the environment as at the end of an episode."""
+    """Return the last answer of a new environment, and the number of turns it got: one, or an agent program's
+    up to its end or ``max_turns``. Closes the environment as at the end of an episode."""
     from bapo_megatron.environment import Task, Turn
     from bapo_megatron.environment.pool import EnvironmentPool, Question
 
@@ -187,7 +185,6 @@ def _answer(traits: Traits, result: StepResult, turns: int) -> str:
 
 
 def _described(traits: Traits) -> str:
-    """Return the class attributes that decide how a run treats it."""
     tools = [str(tool["function"]["name"]) for tool in traits.tools]
     return f"resume {traits.resume}, tools: {', '.join(tools) or 'none'}"
 

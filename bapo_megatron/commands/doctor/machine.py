@@ -1,7 +1,7 @@
 """Machine checks of ``bapo doctor``: locked memory, shared memory, disk, code sandbox. Read-only.
 
-``machine_rows`` and ``sandbox_rows`` yield their rows. File systems may hang, so calls to them run in a child
-process with a deadline.
+``machine_rows`` yields the rows of memory and disk, ``sandbox_rows`` the sandbox's. The run's file system may
+hang, so it is read in a child process with a deadline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GB = 1e9
 
 
 def machine_rows(directory: Path, needed_gb: float | None = None) -> Iterator[DoctorRow]:
-    """Yield the rows of all checks; ``directory`` is the run directory, which grows to ``needed_gb``."""
+    """Yield the rows of memory and disk; ``directory`` is the run directory, which grows to ``needed_gb``."""
     yield locked_memory_row(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_infiniband())
     yield shared_memory_row(Path("/dev/shm"))
     yield from disk_rows(directory, needed_gb)
@@ -111,11 +111,9 @@ SANDBOX = "code sandbox"
 
 
 def sandbox_rows(needed: bool, allow_weak: bool, forgeable_rows: int) -> Iterator[DoctorRow]:
-    """Yield rows of the code sandbox.
-
-    ``needed``: whether the recipe's reward runs programs. ``allow_weak``: whether it accepts missing
-    isolation layers. ``forgeable_rows``: dataset rows whose tests a program can pass by forging.
-    """
+    """Yield rows of the code sandbox. ``needed``: whether the recipe's reward runs programs. ``allow_weak``:
+    whether it accepts missing isolation layers. ``forgeable_rows``: number of dataset rows with a test that a
+    program can pass by forging its verdict."""
     from bapo_megatron.reward.sandbox.sandbox import sandbox_notes
 
     required = needed and not allow_weak
@@ -125,7 +123,7 @@ def sandbox_rows(needed: bool, allow_weak: bool, forgeable_rows: int) -> Iterato
 
 
 def isolation_row(notes: Callable[[], list[str]], required: bool) -> DoctorRow:
-    """Return the row of the sandbox's isolation layers ("walls" in its documentation) that are missing."""
+    """Return the row of the sandbox's missing isolation layers ("walls" in its documentation)."""
     from bapo_megatron.reward.sandbox.sandbox import FIX, SandboxError
 
     try:

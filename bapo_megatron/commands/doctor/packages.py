@@ -2,8 +2,9 @@
 
     python -m bapo_megatron.commands.doctor.packages MODULE ...
 
-``package_rows`` yields a row per package. It runs this module as a child process that imports the packages,
-so one that hangs or crashes costs only its own row. After each import the child prints a line of JSON:
+``package_rows`` yields rows of Python, of each package, and of torch's GPUs and compiler. It runs this module
+as a child process that imports the packages, so that one that hangs or crashes affects only its own row.
+After each import the child prints a line of JSON:
 ``{"module": ..., "error": null or text, "facts": {...}}``. Tested versions are pinned in ``constraints.txt``,
 and for SGLang's environment in its ``requirements.txt`` or, for CUDA builds, in ``cluster/sglang.txt``;
 `make` installs them. Permitted ranges come from this package's metadata (``setup.py``).
@@ -53,7 +54,7 @@ except Exception as error:
 
 @dataclass(frozen=True)
 class Package:
-    """Package to check: its name, the module to import, its use, and how to install it."""
+    """Package to check: its name, the module to import, its use, its tested releases, how to install it."""
 
     name: str
     module: str | None = None
@@ -91,7 +92,8 @@ PACKAGES = (
 
 
 def package_rows(packages: Sequence[Package] = PACKAGES, trackers: Sequence[str] = ()) -> Iterator[DoctorRow]:
-    """Yield Python's row, then one per package. ``trackers``: the recipe's boards."""
+    """Yield the rows of Python, packages, torch's GPUs and compiler. ``trackers``: the recipe's boards, whose
+    missing packages are problems."""
     yield DoctorRow(SECTION, "Python", "ok", sys.version.split()[0])
     ranges, tested = permitted(), pins(TRAINING)
     versions = {package.name: installed_version(package.name) for package in packages}
@@ -131,7 +133,8 @@ def installed_version(name: str) -> str | None:
 
 
 def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -> dict[str, Import]:
-    """Import each module in a child process and return the outcomes by module, unaffected by each other."""
+    """Import the modules in a child process and return the outcomes by module. If one hangs or crashes, a
+    new child imports the rest."""
     imports: dict[str, Import] = {}
     end = time.monotonic() + deadline_s
     while left := [name for name in modules if name not in imports]:
@@ -168,8 +171,7 @@ def package_row(
 
 
 def gpu_row(facts: Mapping[str, Any]) -> DoctorRow:
-    """Return the row of torch's build and GPUs: a problem if the machine should have GPUs and torch sees
-    none."""
+    """Return the row of torch's build and GPUs; a problem if torch cannot use the machine's GPUs."""
     name = "torch's GPUs"
     if gpus := facts.get("gpus", []):
         model, memory = gpus[0]
@@ -185,8 +187,7 @@ def gpu_row(facts: Mapping[str, Any]) -> DoctorRow:
 
 
 def compiler_row(child: CommandResult) -> DoctorRow:
-    """Return the row of torch's compiler, which the first update needs on a GPU, from the run of
-    ``_COMPILE``."""
+    """Return the row of torch's compiler, needed by a GPU's first update, from the run of ``_COMPILE``."""
     name, needed = "torch.compile", "the MLP's kernel, compiled in the first update"
     if not child.ended:
         return DoctorRow(SECTION, name, "ok", "compiles a kernel, which runs", needed)

@@ -2,12 +2,12 @@
 
     python -m bapo_megatron.commands.doctor.recipe RECIPE [flags]
 
-``check_recipe`` starts this child, and returns the recipe's rows and a ``RecipeFacts``. The child prints JSON
-objects, one a line, and the parent reads the last one, so user code that hangs or crashes costs only its own
-rows. Keys: `problems`; `facts` for the other sections, null if the recipe cannot be loaded; `trials`, the
-rows of each source's reward and environment; `next`, the trial that follows this line. A reward trial scores
-one response to one row with one worker, as a run would; a failing reward becomes a row, not an exception.
-Exits with code 2 if a flag is wrong.
+``check_recipe`` starts this child, and returns the recipe's rows and a ``RecipeFacts``. The child prints its
+results so far as lines of JSON, and the parent reads the last line, so that user code that hangs or crashes
+affects only its own rows. Keys: `problems`; `facts` for the other sections, null if the recipe cannot be
+loaded; `trials`, the rows of each source's reward and environment; `next`, the trial that comes next. A
+reward trial scores one response to the source's first row, as a run would; a failing reward becomes a row,
+not an exception. The child exits with code 2 if a flag is wrong.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OTHER_FIX = "change the recipe, or lay a flag over it: the message says which a
 @dataclass(frozen=True)
 class RecipeFacts:
     """Facts about a recipe for the doctor's other sections: run directory, servers and their settings, model,
-    disk need, sandbox, trackers. The child process sends them as JSON."""
+    disk need, sandbox, trackers. The child process sends them as JSON; the defaults stand for no recipe."""
 
     directory: str = "runs"
     starts_servers: bool = False
@@ -80,7 +80,8 @@ class RecipeFacts:
 
 
 def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], RecipeFacts | None]:
-    """Return the recipe's rows, and its facts if it loads. Raises ConfigError if a flag is wrong."""
+    """Return the recipe's rows, and its facts, None if it cannot be loaded. Raises ConfigError if a flag is
+    wrong or there is no such file."""
     if not recipe.is_file():
         what = "is a folder: name a Python file in it" if recipe.is_dir() else "does not exist"
         raise ConfigError(f"recipe {recipe} {what}")
@@ -184,7 +185,7 @@ def _try_rewards(config: RunConfig, passed: Sequence[object]) -> list[DoctorRow]
 
 
 def try_reward(config: RunConfig, prompt: Prompt) -> DoctorRow:
-    """Score one response to ``prompt`` and return the row: the score, or the error with its traceback."""
+    """Score a made-up response to ``prompt``; return the row: the score, or the error with its traceback."""
     fix = "mend the reward function, or the row that it cannot read (docs/rewards.md)"
     response, what = _response(prompt.ground_truth)
     try:
@@ -230,8 +231,8 @@ async def _scored(config: RunConfig, prompt: Prompt, response: str) -> RewardRes
 
 
 def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterator[str]:
-    """Yield each problem of the recipe once, and append what the passing checks return to ``passed``. The
-    first check validates the fields; later checks' repetitions and crashes after wrong fields are dropped."""
+    """Yield each problem of the recipe once, and append the results of passing checks to ``passed``. If the
+    first check finds wrong fields, repetitions of these by later checks are dropped, and their crashes."""
     from bapo_megatron.trainer.preflight import run_checks
 
     told: set[str] = set()

@@ -1,7 +1,7 @@
 """Rows of the doctor's report, ``DoctorRow``, which all checks return, and their text and JSON forms.
 
 ``lines`` yields the text row by row while later checks run, so columns have fixed widths; ``as_json`` returns
-all. Words are never broken: users copy addresses and commands from the report.
+all rows at the end. Words are never broken: users copy addresses and commands from the report.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REST = _NAME + _FOUND + _NEEDED + 4
 @dataclass(frozen=True)
 class DoctorRow:
     """Outcome of one check: its section and name, ``ok``, ``optional`` or ``problem``, what was found, what
-    is needed, and the fix."""
+    is needed, and the fix, which an ``ok`` row drops."""
 
     section: str
     name: str
@@ -57,8 +57,8 @@ _LATE = re.compile(r"no end within ([\d.e+]+) s\b")
 
 
 def excused(row: DoctorRow) -> DoctorRow:
-    """Return a package whose check only lacked time on a busy machine as `optional`; other rows unchanged: a
-    server or a GPU's driver that does not answer is a problem of its own."""
+    """Return the row, as `optional` if it is a package whose import only lacked time on a busy machine. Other
+    rows stay: a server or GPU driver that does not answer is a real problem."""
     late, load, cores = _LATE.search(row.found), os.getloadavg()[0], len(os.sched_getaffinity(0))
     is_package = row.section in ("training", "SGLang") and "GPU" not in row.name
     if row.state != "problem" or not is_package or late is None or load <= cores:

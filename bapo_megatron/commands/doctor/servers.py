@@ -1,8 +1,8 @@
 """SGLang server checks of ``bapo doctor``: whether the recipe's servers answer and match the recipe.
 
-``server_rows`` yields their rows, from SGLang 0.5.23's `/ready`, `/model_info` and `/server_info`, and
-changes nothing there. A silent server becomes a row. As in a run, the API key goes only to servers that ask
-for one.
+``server_rows`` yields the rows of the servers in ``rollout.sglang.urls``. It only sends GET requests (SGLang
+0.5.23's `/ready`, `/model_info`, `/server_info`), each with a deadline. A server that does not answer gets
+one `problem` row, not an exception. As in a run, only servers that ask for the API key are sent it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def server_rows(facts: RecipeFacts) -> Iterator[DoctorRow]:
 
 
 def rows_of(url: str, facts: RecipeFacts) -> list[DoctorRow]:
-    """Return the rows of one server."""
+    """Return the rows of one server: a single one if it does not answer or is not an SGLang server."""
     ready = get(f"{url}/ready")
     if ready.status is None:
         fix = "start it (bapo rollout-server RECIPE --host HOST --port PORT), or correct rollout.sglang.urls"
@@ -97,7 +97,7 @@ def get(url: str, deadline_s: float = DEADLINE_S, *, headers: Mapping[str, str] 
 
 
 def key_check(url: str, facts: RecipeFacts) -> tuple[dict[str, str] | None, DoctorRow]:
-    """Return the headers that open the server at ``url`` (None if no known key does), and its key row."""
+    """Return the headers that the server at ``url`` accepts, None if it needs an unknown key, and its row."""
     named = facts.api_key_file or environment_variable(VARIABLE)
     path = Path(named) if named else RunPaths(Path(facts.directory)).api_key
     try:
@@ -131,7 +131,7 @@ def weight_version_row(url: str, version: str | None) -> DoctorRow:
 
 
 def model_row(url: str, model: dict[str, Any], facts: RecipeFacts) -> DoctorRow:
-    """Return the row of a server's model: the recipe's type, and its shape if the folder is readable."""
+    """Return the row of a server's model: whether type and, if its folder is readable, shape match."""
     folder = str(model.get("model_path", "unknown"))
     needed = "the recipe's model"
     fix = "start it with the recipe: bapo rollout-server RECIPE"

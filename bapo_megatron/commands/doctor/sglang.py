@@ -1,7 +1,7 @@
-"""SGLang environment checks of ``bapo doctor``: versions and GPUs, as its own interpreter reports them.
+"""SGLang environment checks of ``bapo doctor``: versions, GPUs, memory saver and kernel compilers.
 
-``sglang_rows`` yields their rows. SGLang has its own environment and is never imported here: child processes
-with deadlines do that.
+``sglang_rows`` yields their rows. SGLang has its own environment, so nothing of it is imported here: child
+processes of its interpreter, with deadlines, report versions and GPUs.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _ASK_GPU = "import torch; torch.cuda.init(); print(torch.cuda.device_count())"
 
 
 def sglang_rows(required: bool, given: Path | None = None, colocated: bool = False) -> Iterator[DoctorRow]:
-    """Yield the rows of SGLang's environment, the interpreter ``given``; ``required``: the run starts
-    servers; ``colocated``: on the trainer's GPUs."""
+    """Yield the rows of SGLang's environment. ``required``: the run starts servers, so what is missing is a
+    problem; ``given``: the recipe's interpreter; ``colocated``: servers share the trainer's GPUs."""
     use = "for rollout.engine=sglang"
     try:
         from bapo_megatron.rollout.engines.sglang.requirements import tried_preload

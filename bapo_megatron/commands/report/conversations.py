@@ -1,6 +1,7 @@
-"""Episodes of a report as conversations, or trees if they branch, read from the journal.
+"""Example episodes of a report as conversations, a tree of them if an episode branches, from RUN/journal.
 
-``conversations(run)`` returns one episode each of three steps (first, middle, last) and reads no others.
+``conversations(run)`` reads one episode of the first, the middle and the last stored step. An episode that
+cannot be read becomes a ``Conversation`` that says why.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One episode, or one branch of it: title and blocks of text, or the reason why it cannot be shown."""
+    """One episode, or a branch of one: title and blocks of text, or the ``problem`` that prevents them."""
 
     title: str
     blocks: list[Block]
@@ -53,7 +54,7 @@ class Conversation:
 
 
 def conversations(run: RunRecord) -> list[Conversation]:
-    """Return three episodes, fewer for a short run. A problem with all of them is one without blocks."""
+    """Return up to three episodes, branch by branch. If none can be shown, returns one item that says why."""
     paths = RunPaths(run.run_dir)
     try:
         decoder, steps = _decoder(run, paths), steps_in(paths.journal)

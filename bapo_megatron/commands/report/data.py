@@ -1,7 +1,8 @@
-"""Log reader of a report: ``read_run`` returns a run's events, and its metrics by step and by update.
+"""Log reader of a report: ``read_run`` returns a ``RunRecord`` with metrics, events and configuration.
 
-The run may still be training. Raises ConfigError if metrics are missing or damaged. Logs are read line by
-line into float64 columns: 40,000 updates of 170 metrics take 55 MB, but 1 GB as dicts.
+The run may still be training. Raises ConfigError if metrics are missing or damaged. ``headline`` returns a
+run's main numbers. Metrics are read line by line into float64 columns: 40,000 updates of 170 metrics take
+55 MB, but 1 GB as dicts.
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ class MetricTable:
             self.last = row
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return self._length
 
     @property
@@ -95,8 +95,8 @@ class MetricTable:
 
 
 class Headline(TypedDict):
-    """Headline numbers of a run: mean reward of the first and last steps (None without one), steps, tokens,
-    seconds. Missing tokens or times count as 0."""
+    """Headline numbers of a run: mean reward of its first and last steps (None if no step has one), steps,
+    tokens, seconds. Missing tokens or times count as 0."""
 
     reward_first: float | None
     """Mean reward of the first ``window`` steps with one."""
@@ -175,7 +175,8 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Read a run directory's logs. Raises ConfigError if metrics.jsonl, the only required one, is empty."""
+    """Read a run directory's logs. Raises ConfigError if metrics.jsonl, the only required one, is missing or
+    empty, or a log is damaged."""
     paths = RunPaths(run_dir)
     path = paths.metrics
     if not path.exists():

@@ -1,7 +1,8 @@
 """Header of a report: a run's method, staleness, held-out score and main settings, and an interpretation.
 
-``facts`` and ``main_settings`` return (name, text) pairs, ``readings`` sentences, from the run's stored
-configuration and metrics; what these lack is "not recorded".
+``facts`` and ``main_settings`` return (name, text) pairs, ``readings`` and ``comparison_readings`` sentences,
+from the stored configuration and metrics. Where these lack a value, most ``facts`` are "not recorded", and
+``main_settings`` and the readings leave out its row or sentence.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ Fact = tuple[str, str]
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """Outcome of a run's bounds searches: shares of its updates, or of their tokens, whose search moved a
-    bound and whose search reached the target."""
+    """Outcome of a run's bounds searches: the share of updates whose searches moved a bound, and the share
+    (of updates or tokens) whose search reached the target."""
 
     moved: float
     """Share of updates in which at least one search moved a bound."""
@@ -62,7 +63,7 @@ def _loss(run: RunRecord) -> str:
 
 
 def facts(run: RunRecord) -> list[Fact]:
-    """Return a run's algorithm, preset, target, staleness, held-out score, baseline and origin, in words."""
+    """Return a run's algorithm, preset, target, staleness, held-out score, baseline and fork source."""
     return [
         ("algorithm", algorithm(run)),
         ("preset", _preset(run)),
@@ -176,7 +177,7 @@ def _interval(row: Row) -> str:
 
 
 def main_settings(config: dict[str, Any]) -> list[Fact]:
-    """Return a run's main settings from a resolved configuration by dotted names."""
+    """Return a run's main settings from a resolved configuration by dotted names, without those it lacks."""
     get = config.get
     rows = [
         ("model", _joined(get("model.hf_path"), get("model.dtype"))),
@@ -237,7 +238,8 @@ _SELDOM = 0.05
 
 
 def readings(run: RunRecord) -> list[str]:
-    """Return the interpretation of one run in sentences, the recipe's own note first."""
+    """Return the interpretation of one run in sentences: the recipe's own note, if any, then its reward, its
+    bounds search, and what one run cannot show."""
     note = run.config.get("logging.note")
     return [*([str(note)] if note else []), *_of_reward(run), *_of_search(run), _NO_BASELINE]
 

@@ -1,8 +1,8 @@
-"""Artists of a report's plots: a run's curve by step, a distribution by ratio, the prediction of Eq. 6.
+"""matplotlib artists of a report's plots: a run's curve by step, a distribution by ratio, Eq. 6's prediction.
 
-``line_of`` computes a curve, ``draw_line`` and ``draw_distribution`` draw on matplotlib axes and return the
-artists. Of a curve, single values are thin and the moving mean is thick, or pale where few tokens are behind
-it.
+``line_of`` computes a curve (``Line``); ``draw_line`` and ``draw_distribution`` draw on axes and return the
+artists. A curve has a thin line of single values and a thick one of their moving mean, which is pale where it
+averages fewer than ``FEW_TOKENS`` tokens.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Line:
 
 
 def line_of(run: RunRecord, curve: Curve, panel: Panel) -> Line:
-    """Return a metric's values by update and their moving mean by step. Values are by step, too, if none, or
-    more than ``MOST_UPDATES``, are by update."""
+    """Return a metric's values by update and their moving mean by step. Without values by update, or with
+    more than ``MOST_UPDATES``, the values are by step, too. Values of few tokens are left out."""
     mean, raw = run.by_step(curve.metric), run.by_update(curve.metric)
     window = smoothing_window(len(mean.value))
     if not np.isfinite(raw.value).any() or len(raw.value) > MOST_UPDATES:

@@ -1,7 +1,7 @@
 """HTML report of one run or several: ``index.html``, a self-contained page, and its plots as PNG.
 
-``write_report`` writes it and returns the page's path; ``report_command`` is ``bapo report``. A comparison of
-runs shows shared plots, results, and the settings that differ. matplotlib is imported only to draw.
+``write_report`` writes both and returns the page's path; ``report_command`` is ``bapo report``. A comparison
+of runs shows shared plots, results, and the settings that differ. matplotlib is imported only to draw.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
     """Write the page of one run, or of several compared, into ``folder``; return the page's path.
 
     The default folder is ``report/`` of a single run, ``comparison/`` of the first of several. Raises
-    ConfigError for too many runs, a run without metrics, or a damaged log.
+    ConfigError for too many runs, a run without metrics, a damaged log, or another program's index.html.
     """
     # Imported here: matplotlib is slow to import.
     from bapo_megatron.commands.report.plots import COLOURS, curves_of, draw_overview, draw_panel
@@ -94,7 +94,7 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
 
 
 def with_unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the runs with unique names: each run of a shared name appends its folder."""
+    """Return the runs with unique names: runs of the same name get their folder appended."""
     names = [run.name for run in runs]
     return [
         replace(run, config=run.config | {"name": f"{run.name} ({run.run_dir})"})

@@ -1,8 +1,9 @@
 """Panels (plots) of a report as data, ``PANELS``: the metrics of each, its colours and its caption.
 
-``episode_panels`` and ``expert_panels`` return those of some runs, ``bands`` a panel's shaded ranges. Blue
-marks positive advantages and good values, orange negative advantages and bad values, near-black neutral ones;
-token ages and other sequences run from yellow to black. The colours are distinct for the colour-blind.
+``episode_panels`` and ``expert_panels`` return those of runs with environments and experts, ``bands`` a
+panel's shaded ranges; ``plots.py`` draws them. Blue marks positive advantages and good values, orange
+negative advantages and bad values, near-black neutral ones; token ages and other sequences run from yellow to
+black. The colours are distinct for the colour-blind.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ AGES = ("#f98e09", "#e05536", "#ca404a", "#b0315b", "#7c1d6d", "#000004")
 
 @dataclass(frozen=True)
 class Curve:
-    """Curve of a panel: the metric that it draws, its colour, label and style."""
+    """Curve of a panel: metric, colour, label, style, and the metric of its token share, if it has one."""
 
     metric: str
     colour: str = NEUTRAL
     label: str | None = None
     dashed: bool = False
     share: str | None = None
-    """Metric of the share of tokens behind the mean; the curve is pale where these are few."""
+    """Metric of the share of tokens that the value averages; the curve is pale where these are few."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Panel (plot) of a report: file name, title, curves, caption, scale; how it shows several runs."""
+    """Panel (plot) of a report: file name, title, axis label and scale, curves, caption, the paper's figure,
+    and which curves a comparison of runs draws."""
 
     file: str
     """PNG file name without suffix."""
@@ -51,7 +53,7 @@ class Panel:
     """``from_zero``: from 0, or the minimum if negative. ``ratio``: logarithmic. ``spikes``: logarithmic if a
     few values are far above the others."""
     compared: tuple[int, ...] | None = None
-    """Indices of the curves in a comparison of runs; None for all."""
+    """Indices of the curves in a comparison of runs; None: all; empty: a comparison has no such panel."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +328,7 @@ def expert_panels(runs: Sequence[RunRecord]) -> tuple[Panel, ...]:
 
 
 def bands(panel: Panel, run: RunRecord) -> list[Band]:
-    """Return a plot's bands from the configuration: clipping bound ranges and target."""
+    """Return a panel's bands: a run's ranges of searched clipping bounds, or its target; else none."""
     ranges = [*_range(run, "high", POSITIVE), *_range(run, "low", NEGATIVE)]
     target = run.config.get("algorithm.bounds.target")
     if panel.file == "clip_bounds":

@@ -1,9 +1,9 @@
 """Matplotlib plots of a report, one per panel, and the overview image, written atomically as PNG.
 
 ``draw_panel`` writes a panel's PNG and returns its layers as SVG for the page; ``draw_overview`` writes the
-overview. A single run's curves have their panel's colours. Among several runs, each has a colour, each curve
-a line style, and each run a layer that the page can hide. matplotlib loads slowly, so import this module only
-to draw.
+overview. A single run's curves have their panel's colours. In a comparison each run has a colour, and a layer
+that the page can hide; each curve has a line style. matplotlib loads slowly, so import this module only to
+draw.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def draw_overview(run: RunRecord, path: Path) -> None:
 
 
 def write_png(figure: Figure, path: Path, dpi: int) -> None:
-    """Write a picture atomically, not through a link."""
+    """Write a picture atomically; replaces a link instead of following it."""
     picture = BytesIO()
     figure.savefig(picture, format="png", dpi=dpi)
     write_atomically(path, picture.getvalue())
@@ -167,7 +167,7 @@ def _draw(axes: Any, panel: Panel, run: RunRecord) -> None:
 def _frame(
     axes: Any, panel: Panel, runs: Sequence[RunRecord], lines: Sequence[Line], shaded: list[Band]
 ) -> bool:
-    """Set both axes for the drawn lines; if nothing was measured, write so and return False."""
+    """Set both axes for the drawn lines; return False, with a note in the plot, if nothing was measured."""
     frame_steps(axes, runs)
     values = np.concatenate([line.shown for line in lines])
     if len(values):
@@ -181,7 +181,6 @@ def _frame(
 
 
 def _draw_compared(axes: Any, panel: Panel, runs: Sequence[RunRecord]) -> list[list[Any]]:
-    """Draw several runs; return the artists of each."""
     axes.set_title(panel.title, pad=_PLAIN_TITLE_PAD, **TITLE)
     axes.set_ylabel(panel.y_label)
     drawn = list(zip(runs, COLOURS, strict=False))
@@ -222,7 +221,6 @@ def _add_legend(figure: Figure, handles: Sequence[Line2D]) -> None:
 
 
 def _run_handles(runs: Sequence[RunRecord]) -> list[Line2D]:
-    """Return the runs' legend entries."""
     return [
         Line2D([], [], color=colour, linewidth=2, label=_drawable(run.name))
         for run, colour in zip(runs, COLOURS, strict=False)
@@ -235,7 +233,6 @@ def _drawable(name: str) -> str:
 
 
 def _line_handles(panel: Panel, runs: Sequence[RunRecord]) -> list[Line2D]:
-    """Return legend entries for the line styles, if there are several."""
     curves = curves_of(panel, runs)
     if len(curves) < 2:
         return []

@@ -1,8 +1,8 @@
 """Derived series of a report: ratio profiles, entropy changes, event marks, final results; values as text.
 
-Functions of a ``RunRecord``: ``ratio_profile``, ``prediction``, ``event_marks`` and ``final_results``, and
-``*_cells`` for table rows. Entropy changes are both predicted by the Entropy-Clip Rule (Eq. 6) and measured.
-Metrics that an older log lacks are NaN or None.
+Functions of a ``RunRecord``: ``ratio_profile``, ``prediction``, ``event_marks`` and ``final_results``; the
+``*_cells`` return table rows. Entropy changes are both predicted by the Entropy-Clip Rule (Eq. 6) and
+measured. Metrics that an older log lacks are NaN or None.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Entropy changes between updates in nats, predicted by the Entropy-Clip Rule (Eq. 6) and measured,
-    [updates] each, and their correlation."""
+    """Entropy changes in nats between passes over a batch or between updates, predicted by the Entropy-Clip
+    Rule (Eq. 6) and measured, and their correlation."""
 
     predicted: np.ndarray
     """Learning rate times minus the covariance, or times the mean effect, summed over the updates between two
@@ -97,10 +97,8 @@ Reading = Literal["covariance", "effect"]
 
 def prediction(run: RunRecord, bucket: str | None = None, reading: Reading = "covariance") -> Prediction:
     """Return predicted (Eq. 6) and measured entropy changes, of all tokens or of one staleness bucket.
-
     If batches are reused, from each pass over a batch to the next, with the same tokens; otherwise from each
-    update to the next, with different tokens.
-    """
+    update to the next, with different tokens."""
     table = run.updates
     if not table:
         return Prediction(np.zeros(0), np.zeros(0), None)
@@ -190,7 +188,8 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
 
 
 def staleness_table(run: RunRecord) -> list[tuple[str, list[float | None]]]:
-    """Return, for staleness buckets with tokens: share, clipped, entropy, effect, and Eq. 6's correlation."""
+    """Return, for staleness buckets with tokens: mean share of tokens, clipped share, entropy and effect, and
+    the correlation of Eq. 6."""
     logged = run.updates or run.steps
     table = []
     for bucket in BUCKETS:
@@ -225,7 +224,7 @@ def _finished_step(event: Row) -> float | None:
 
 
 def number(value: float | None) -> str:
-    """Return a number as text with at least three significant digits; integers in full."""
+    """Return a number as short text, for example 0.123 or 12.3; integers in full."""
     if value is None:
         return NO_VALUE
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""A method in one file: advantage, mask, loss and term of r1_distill_qwen_7b_8k_own_method.py."""
+"""Custom method in one file: advantage, mask, loss and term of r1_distill_qwen_7b_8k_own_method.py."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def rloo(group: Rewards) -> np.ndarray:
 
 
 def cut(response: Response) -> bool:
-    """Mask of truncated responses with a negative advantage: one of them may have been right."""
+    """Mask of truncated responses with a negative advantage: such a response may have been right."""
     return response.is_cut and response.advantage < 0
 
 
 def entropy(stats: TokenStats, batch: MicroBatch, coefficient: float = 0.001) -> Tensor:
-    """Entropy bonus: minus the entropy."""
+    """Entropy bonus as a loss term: ``-coefficient * entropy`` of each token, [T]."""
     return -coefficient * stats.entropy_T
 
 

@@ -1,9 +1,9 @@
 r"""Extraction of a math answer from a response, and its normalized spelling; pure text functions.
 
-``final_answer(response)`` returns the content of the last ``\boxed{}`` after the thinking part, ``spelled``
-its spelling for math-verify, and ``named_operations`` the operations in it. Operations matter because
-math-verify evaluates its input: a restated question, ``\binom{10}{3}``, would count as its own answer.
-Nothing here parses mathematics.
+``final_answer(response)`` returns the content of the last ``\boxed{}`` after the thinking part, or None,
+``spelled`` its spelling for math-verify, and ``named_operations`` the kinds of operations in it. Operations
+matter because math-verify evaluates its input: a restated question, ``\binom{10}{3}``, would count as its own
+answer. Nothing here parses mathematics.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def final_answer(response: str, opens_thinking: bool = False) -> str | None:
 
 def spelled(answer: str) -> str:
     r"""Return the answer in math-verify's spelling: ``½`` as ``\frac{1}{2}``, ``5\,000`` as ``5000``,
-    ``1.5e3`` as ``1.5\times 10^{3}``, ``90°`` as ``90^\circ``, without underlines, asterisks and final
-    period."""
+    ``1.5e3`` as ``1.5\times 10^{3}``, ``90°`` as ``90^\circ``, without Markdown marks, dollar signs,
+    ``\underline`` and final period."""
     if not answer.isascii():
         answer = _RAISED.sub(_raised, answer)
         answer = _ROOT.sub(

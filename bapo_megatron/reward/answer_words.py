@@ -1,9 +1,9 @@
 r"""Splitter of math answers into mathematics and words (units, nouns, other text); pure text functions.
 
 ``reading(answer)`` returns the ``Reading``, and ``counterparts(truth, answer)`` the pairs of mathematics to
-compare, or None if the words differ. math-verify drops units at the end of an answer, even where they are
-variables (the ``h`` of ``\pi r^2 h``), and multiplies other words with their numbers. So it only gets the
-mathematics; words are compared as words.
+compare, or None if the words differ. math-verify would drop units at the end of an answer, even where they
+are variables (the ``h`` of ``\pi r^2 h``), and multiply other words by their numbers. So it gets only the
+mathematics (math_verify_compare.py); words are compared as text.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Code reward: whether the last code block after the thinking part passes every test of the problem.
+"""Code reward: whether the last Python code block after the thinking part passes every test of a problem.
 
 ``program_is_right(ground_truth, response, ...)`` returns the verdict; it blocks. Runs in a reward worker, and
-starts a sandbox per response or uses a SandboxFusion server. Expected outputs never enter the sandbox, where
-tested code could read them: this module compares outputs and values. An assert without a literal is split:
-the program's process returns the values of its calls, and a sandbox process that never ran the program
-evaluates the rest (expressions.py).
+starts a sandbox per response or uses a SandboxFusion server. Expected outputs stay out of the program's
+process, which could copy them: this module compares outputs and values. An assert without a literal is split:
+that process returns the values of its calls, and one that never ran the program evaluates the rest
+(expressions.py). An assert that cannot be split runs in the program's process, which may forge the result.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def program_is_right(
     server: FusionServer | None = None,
 ) -> bool:
     """Whether all tests pass, each within ``case_limit_s`` and all together within ``total_limit_s``. Both
-    limits count CPU time and sleep. ``server`` runs the programs instead of this machine. Raises ValueError
-    if the ground truth holds no valid tests, SandboxError if the program could not be judged."""
+    limits count CPU time and sleep. ``server`` runs the programs instead of this machine, by its own clock.
+    Raises ValueError for a ground truth without valid tests, SandboxError for an unknown result."""
     tests = read_tests(ground_truth)
     source = last_code_block(after_thinking(response))
     tree = None if source is None else _parsed(source)

@@ -13,9 +13,9 @@ The ground truth is text in a form of Skywork-OR1-RL-Data, its sources or other 
 - ``{"functional": "def check(candidate): ... check(Solution().f)"}`` (rLLM's LeetCode);
 - pytest source: ``from solution import f``, and functions ``test_...`` (KodCode).
 
-The tested program sees the helper statements around a problem's asserts, except a reference solution or
-result table that an honest program cannot need: a plain function, or a name bound to a literal, that only the
-expected side of asserts uses. Remaining statements that may leak answers make tests ``forgeable``.
+The tested program sees the helper statements around a problem's asserts, except a reference solution or table
+of results, which a genuine solution cannot need: a plain function, or a name bound to a literal, that only
+the expected side of asserts uses. Other statements that may leak answers make the tests ``forgeable``.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Tests:
 
 
 def is_tests(ground_truth: str) -> bool:
-    """Whether a ground truth holds tests of a code problem: a JSON object, asserts, or pytest source."""
+    """Whether a ground truth holds tests of a code problem: JSON in one of the forms, asserts, or pytest."""
     if ground_truth.lstrip().startswith("assert ") or _is_pytest(ground_truth):
         return True
     try:

@@ -1,6 +1,7 @@
-"""CPU time limits for a block of code, as context managers: ``cpu_limit`` raises, ``fatal_cpu_limit`` kills.
+"""Context managers that limit the CPU time of a block of code, for the main thread of a reward worker.
 
-With a wall-clock limit, an honest answer on a busy or paused machine could time out and count as wrong.
+Past the limit ``cpu_limit`` raises OutOfTime, a BaseException, in the block; ``fatal_cpu_limit`` kills the
+process. Under a wall-clock limit a correct answer could count as wrong on a busy or paused machine.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from typing import Any
 
 
 class OutOfTime(BaseException):
-    """CPU time limit exceeded: raised within ``cpu_limit``, caught around it. A BaseException, so that a
-    library's ``except Exception`` does not catch it."""
+    """Raised in a block whose ``cpu_limit`` is exceeded, for the caller to catch around the block. A
+    BaseException, so that a library's ``except Exception`` does not catch it."""
 
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in the block after ``seconds`` of CPU time, and again until the block ends. Repetition
-    is needed where a bare ``except`` swallows the error. Has no effect outside of the main thread. Blocks
-    must not nest: an inner one cancels the outer limit."""
+    """Raise OutOfTime in the block after every ``seconds`` of the process's CPU time (user mode) until the
+    block ends: a bare ``except`` may swallow the first. Has no effect outside the main thread. Blocks must
+    not nest: an inner one cancels the outer limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -40,7 +41,7 @@ def cpu_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def fatal_cpu_limit(seconds: float) -> Iterator[None]:
-    """Kill the process by SIGPROF if the block takes ``seconds`` of CPU time, even within C code. For the
+    """Kill the process with SIGPROF once the block has taken ``seconds`` of CPU time, even in C code. For the
     main thread of a child process that can be restarted."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -1,9 +1,8 @@
-"""HTTP client of a reward endpoint (judge or reward model): JSON requests with retries, backoff and limits.
+"""HTTP client of JSON servers (judge, reward model, distillation teacher, SandboxFusion), with retries.
 
-``JsonClient(url, ...).ask(body)`` returns the JSON reply; every failure is an EndpointError. Supports http
-and https without redirects, and limits the reply size. Proxies come from the environment (HTTP_PROXY,
-HTTPS_PROXY, NO_PROXY), except for addresses of this machine. The key comes from an environment variable
-(``key_of``) and is never printed.
+``JsonClient(url, ...).ask(body)`` returns the JSON reply or raises EndpointError. It follows no redirect, and
+limits the reply size. Proxies come from the environment (HTTP_PROXY, HTTPS_PROXY, NO_PROXY), except for
+addresses of this machine. ``key_of`` reads an API key from an environment variable; no message shows it.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class EndpointError(Exception):
-    """An endpoint call gave no usable reply. ``place`` is the kind of problem, such as ``HTTP 500``."""
+    """Raised when a call gets no usable reply. ``place`` is the kind of problem, such as ``HTTP 500``."""
 
     def __init__(self, place: str, text: str) -> None:
         super().__init__(text)
@@ -104,9 +103,9 @@ def with_path(url: str, path: str) -> str:
 
 
 class JsonClient:
-    """Async HTTP client of one address for one event loop: concurrent ``ask`` calls, which return the JSON
-    reply or raise EndpointError, then ``close``. Retries a retryable failure for up to ``give_up_s`` seconds.
-    Once no call was answered for that long, further calls are tried only once (circuit breaker)."""
+    """Async HTTP client of one address, for one event loop at a time: concurrent ``ask`` calls, then
+    ``close``. Retries a retryable failure for up to ``give_up_s`` seconds. After that long without a reply to
+    any call, it tries each further call only once (circuit breaker), until one succeeds."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class JsonClient:
         return self._failed_at is not None and _now() - self._failed_at < _FAILED_S
 
     async def ask(self, body: dict[str, Any], give_up_s: float | None = None) -> Any:
-        """Return the JSON reply to ``body``. Raises EndpointError. ``give_up_s`` may shorten the limit."""
+        """Return the JSON reply to ``body``. Raises EndpointError. ``give_up_s``: a shorter retry limit."""
         async with self._room:
             return await self._persistently(json.dumps(body).encode(), give_up_s)
 

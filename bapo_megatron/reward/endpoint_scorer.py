@@ -1,11 +1,11 @@
-"""Scores of responses by an HTTP endpoint: an LLM judge or a reward model, with a cache.
+"""Scorer of responses at an HTTP endpoint, an LLM judge or a reward model, with a cache.
 
-``EndpointScorer.answer(prompt, response)`` returns the score; ``LlmJudge`` and ``RewardModel`` build its
-request bodies and read replies. Reward models support four protocols: SGLang's ``/classify`` (docs.sglang.io,
-reward models), vLLM's ``/classify`` (docs.vllm.ai, classification), OpenRLHF's ``--remote_rm_url``
-(openrlhf/cli/serve_rm.py) and slime's ``--rm-url`` (slime/rollout/rm_hub). SGLang's ``/v1/classify`` is
-unusable: it returns a softmax, which is always 1 for a single number. Runs in the reward pool's event loop,
-without worker processes.
+``EndpointScorer.answer(prompt, response)`` returns the score or a failure; ``LlmJudge`` and ``RewardModel``
+build the request and read the reply. A reward model has one of four protocols: SGLang's ``/classify``
+(docs.sglang.io, reward models), vLLM's ``/classify`` (docs.vllm.ai, classification), OpenRLHF's
+``--remote_rm_url`` (openrlhf/cli/serve_rm.py) or slime's ``--rm-url`` (slime/rollout/rm_hub). SGLang's
+``/v1/classify`` is unusable: it returns a softmax, which is always 1 for a single number. Runs in the reward
+pool's event loop, without worker processes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from bapo_megatron.types import Prompt
 
 @dataclass(frozen=True)
 class Question:
-    """What an endpoint is asked to score: a response, with its prompt, ground truth, and earlier turns."""
+    """Response for an endpoint to score, with its prompt, ground truth, and earlier turns."""
 
     messages: tuple[dict[str, Any], ...]
     response: str
@@ -72,7 +72,7 @@ class Question:
 
 
 def question_of(prompt: Prompt, response: str, thinking: bool) -> Question:
-    """Return the question for a prompt and a response. ``thinking`` keeps the response's thinking part."""
+    """Return the question for a prompt and a response. ``thinking``: keep the thinking parts of its turns."""
     turns = prompt.turns
     if not thinking:
         opened = THINKING if prompt.opens_thinking else ""  # by the chat template
@@ -111,11 +111,13 @@ class RewardModel:
         self._body: Callable[[Question], dict[str, Any]] = getattr(self, f"_{settings.protocol}")
 
     def body(self, question: Question) -> dict[str, Any]:
-        """Return the request body. Only the chat template's own text forms control tokens."""
+        """Return the request body, in which messages spell no control tokens. Raises EndpointError if the
+        chat template refuses them."""
         return self._body(question.plain(self._plain))
 
     def value(self, answer: Any) -> float:
-        """Return the reward in a reply, possibly NaN or infinite. Raises EndpointError without one."""
+        """Return the number in a reply times ``scale``, possibly NaN or infinite. Raises EndpointError if
+        there is none or it is outside ``lowest`` to ``highest``."""
         settings = self._settings
         number = _number(_found(answer, settings.protocol, settings.reward_key))
         below = settings.lowest is not None and number < settings.lowest
@@ -227,7 +229,7 @@ class LlmJudge:
         return {name: value for name, value in fields.items() if value is not None}
 
     def value(self, answer: Any) -> float:
-        """Return the reward, linear in the verdict from ``wrong`` to ``correct``. Raises EndpointError."""
+        """Return the reward, linear in the verdict from ``wrong`` to ``correct``, or raise EndpointError."""
         settings = self._settings
         number = self._number(_reply(answer))
         if not settings.lowest <= number <= settings.highest:
@@ -272,9 +274,8 @@ Judge = RewardModel | LlmJudge
 
 
 class EndpointScorer:
-    """Async scorer for one event loop: ``open``, concurrent ``answer`` calls, ``close``. ``answer`` returns
-    ``{"score", "reward"}``, or a ``failure`` instead of raising. Equal requests are sent once, even while the
-    first is in flight, as long as the cache (setting ``cache``) holds its score, never a failure."""
+    """Async scorer for one event loop: ``open``, concurrent ``answer`` calls, ``close``. Equal requests share
+    one reply, in flight or in an LRU cache of ``cache`` scores (0: never). Failures are not cached."""
 
     def __init__(self, reward: RewardConfig) -> None:
         settings = read_settings(reward.function, reward.settings)
@@ -303,7 +304,7 @@ class EndpointScorer:
             ) from None
 
     async def answer(self, prompt: Prompt, response: str) -> dict[str, Any]:
-        """Return a reward worker's reply: ``score`` and ``reward``, or ``failure`` with its details."""
+        """Return what a reward worker would: ``score`` and ``reward``, or ``failure`` with its details."""
         try:
             value = await self._score(question_of(prompt, response, self._settings.thinking))
         except EndpointError as error:

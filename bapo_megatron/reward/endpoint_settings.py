@@ -1,4 +1,4 @@
-"""Settings of endpoint rewards (``reward.settings``): ``read_settings`` returns a checked dataclass."""
+"""Settings of endpoint rewards: ``read_settings`` returns ``reward.settings`` as a validated dataclass."""
 
 from __future__ import annotations
 
@@ -39,10 +39,8 @@ PLACES = re.compile(r"\{(prompt|conversation|response|ground_truth)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSettings:
-    """Settings of every endpoint: address, key, limits, cache.
-
-    Base of ``RewardModelSettings`` and ``LlmJudgeSettings``, which ``read_settings`` makes.
-    """
+    """Settings of every endpoint: address, key, limits, cache. Base of ``RewardModelSettings`` and
+    ``LlmJudgeSettings``, which ``read_settings`` returns."""
 
     url: str
     """Address of the endpoint."""
@@ -53,22 +51,21 @@ class EndpointSettings:
     timeout_s: Annotated[float, Gt(0)] = 60.0
     """Time limit of one call."""
     give_up_s: Annotated[float, Gt(0)] = 300.0
-    """Time for which a retryable failure is retried; then the score has failed. A run that starts waits as
-    long for the endpoint."""
+    """Time for which a retryable failure is retried before the score fails, and for the wait at a start."""
     cache: Annotated[int, Ge(0)] = 100_000
     """Scores that are remembered: an equal question is not asked again. 0: none."""
     thinking: bool = False
-    """Send the whole response. Off: what stands behind its thinking part."""
+    """Send the whole response. Off: only the text after its thinking part."""
 
     def problems(self) -> Iterator[str]:
-        """Yield validation errors, each as the end of ``reward.settings.NAME``."""
+        """Yield validation errors, each as the text after ``reward.settings.``."""
         if problem := url_problem(self.url):
             yield f"url {problem}"
         if problem := key_problem(self.api_key_env):
             yield f"api_key_env: {problem}"
 
     def absences(self) -> Iterator[str]:
-        """Yield what this machine lacks (key, tokenizer), in the form of ``problems``."""
+        """Yield an error, in the form of ``problems``, for a key or tokenizer that this machine lacks."""
         if self.api_key_env and not key_of(self.api_key_env):
             yield f"api_key_env={self.api_key_env}: there is no such environment variable; export it"
 
@@ -153,7 +150,7 @@ KINDS: dict[str, type[EndpointSettings]] = {
 
 def read_settings(function: str, settings: Mapping[str, Any], here: bool = True) -> EndpointSettings:
     """Return the validated settings of the reward ``function``. Raises ConfigError with all errors. ``here``:
-    the run is on this machine, which must have the key and the tokenizer."""
+    the run is on this machine, so the key and the tokenizer must exist."""
     kind, owner = KINDS[function], f"reward.function={function}"
     check_settings(FIELD, owner, settings_of(kind, skip=0), settings)
     read = kind(**settings)

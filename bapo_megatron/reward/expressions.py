@@ -179,8 +179,7 @@ class _Splitter(ast.NodeTransformer):
         return ast.Subscript(ast.Name("ARGUMENTS", ast.Load()), number, ast.Load())
 
     def _is_tested(self, function: ast.expr) -> bool:
-        """Whether it is ``f``, ``solution.f`` or ``Solution().f``. Calls of ``Solution`` give no plain
-        value."""
+        """Whether it is ``f``, ``solution.f`` or ``Solution().f``; ``Solution()`` alone is no plain value."""
         if isinstance(function, ast.Attribute):
             value = function.value
             if isinstance(value, ast.Call):

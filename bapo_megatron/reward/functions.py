@@ -1,8 +1,8 @@
-"""Registry of reward functions: checks and loads the function that ``reward.function`` names.
+"""Registry of reward functions: checks and loads those named by ``reward.function`` and by prompt sources.
 
-A name is a built-in, an endpoint or a dotted path of a user's function. ``check_function`` is the preflight,
-``ground_truth_check`` returns a check of dataset rows, ``built_in`` and ``load_function`` return the function
-to call in a worker. Raises ConfigError for an unusable function.
+A name is a built-in, an endpoint, or the dotted path of a user's function. Before a run ``check_function``
+raises ConfigError for an unusable function, and ``ground_truth_check`` returns the check of dataset rows. In
+a reward worker ``built_in`` and ``load_function`` return the function to call.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_function(reward: RewardConfig, field: str = "reward.function") -> None
 
 
 def check_functions(config: RunConfig, functions: Iterable[str]) -> None:
-    """Run ``check_function`` on some of a run's reward functions, with their fields in messages."""
+    """Run ``check_function`` on some of a run's reward functions; messages name the field that sets each."""
     of_sources = {source.reward: f"data.sources[{source.name}].reward" for source in config.data.sources}
     for function in functions:
         field = "reward.function" if function == config.reward.function else of_sources[function]
@@ -68,9 +68,9 @@ def runs_code(function: str) -> bool:
 
 
 def ground_truth_check(function: str, begun: bool = False) -> Callable[[str], str | None] | None:
-    """Return a built-in function's check of ground truths, which returns the error of a text, or None.
-    Returns None for a user's function, which accepts any text. ``begun``: the run has steps and its ground
-    truths were valid at the start, so the check accepts all."""
+    """Return the check of ground truths for `math`, `code` or `math_or_code`: it returns the error of a text,
+    or None. Returns None for any other function, which accepts every text. ``begun``: the run has steps and
+    its ground truths were valid at the start, so the check accepts all."""
 
     def check_math(ground_truth: str) -> str | None:
         if is_tests(ground_truth):  # math-verify would read a set of letters
@@ -94,7 +94,7 @@ def ground_truth_check(function: str, begun: bool = False) -> Callable[[str], st
 
 
 def extra_info_check(function: str) -> Callable[[dict[str, Any]], str | None] | None:
-    """Return the function's check of ``extra_info``, which returns an error or None; None without one."""
+    """Return `reasoning_gym`'s check of ``extra_info``, which returns an error or None; None for others."""
     return check_extra_info if function == "reasoning_gym" else None
 
 
@@ -105,7 +105,7 @@ def prompt_fields_of(function: str) -> tuple[str, ...]:
 
 def built_in(reward: RewardConfig) -> BuiltIn:
     """Return a worker's built-in reward function, for calls in the main thread; the pool kills a worker that
-    hangs. Raises ConfigError if the server at `reward.sandbox_url` does not run programs."""
+    hangs. Raises ConfigError if a trial program fails at `reward.sandbox_url`, or without reasoning-gym."""
     if reward.function == "reasoning_gym":
         tasks()  # imported before the memory is limited
         return lambda prompt, response: score(prompt["extra_info"], response)
@@ -151,8 +151,8 @@ def _unusable(target: Any) -> str | None:
 def load_function(
     path: str, settings: Mapping[str, Any] | None = None, field: str = "reward.function"
 ) -> Score:
-    """Load the user's function ``package.module:function`` with its settings as keyword arguments. Raises
-    ConfigError if the import fails or ``function(prompt, response)`` cannot be called."""
+    """Import the user's ``package.module:function``, and return it with ``settings`` bound as keyword
+    arguments. Raises ConfigError if that fails or it cannot be called as ``function(prompt, response)``."""
     settings = settings or {}
     function: Score = load_dotted_path(field, path, "function")
     expected = "a reward is called once for each response, as score(prompt: Prompt, response: str) -> float"

@@ -1,9 +1,9 @@
-r"""Math reward: whether the last ``\boxed{}`` of the response equals the ground truth (math-verify).
+r"""Math reward: whether the last ``\boxed{}`` of a response equals the ground truth (math-verify).
 
-``answer_is_right(ground_truth, response)`` returns the verdict. Plain integers are compared directly, most
-other answers by math-verify: in the main thread of a reward worker (math_verify_compare.py), or, for
-preflight checks and ``bapo data prepare``, in a child process that any thread may use. Undecidable answers
-are wrong.
+``answer_is_right(ground_truth, response)`` returns the verdict; an answer that cannot be compared is wrong.
+Plain integers are compared directly, most other answers by math-verify: in the main thread of a reward worker
+(math_verify_compare.py), or, for preflight checks and ``bapo data prepare``, in a child process that any
+thread may use (``MathVerifyProcess``).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def answers_equal(
     ground_truth: str, answer: str, equal: Equal | None = None, allow_operations: bool = False
 ) -> bool:
     """Whether ground truth and answer are mathematically equal. Cached: a group's responses repeat answers.
-    ``equal`` compares all but plain integers; None: a child of this process, from any thread. Without
+    ``equal`` compares all but plain integers; None: in a child process, from any thread. Without
     ``allow_operations``, an answer with an unevaluated operation that the ground truth lacks is wrong."""
     if not answer.strip() or len(answer) > MAX_ANSWER_CHARACTERS:
         return False
@@ -140,9 +140,9 @@ def _bare(ground_truth: str) -> str:
 
 
 class MathVerifyProcess:
-    """Child process that compares answers: ``ask`` calls a function there. Started at the first request,
-    restarted after a failure. Threads may share it; requests run one at a time, and a fork starts its own
-    child. The answer is False if the child dies or takes too long: not equal, not parsed, no operation."""
+    """Client of a child process that compares answers: ``ask`` calls a function there, and returns False if
+    the child dies or takes too long. The child is started by the first call, and again after a failure or in
+    a fork; raises ChildError if it does not start. Threads may share it; calls run one at a time."""
 
     def __init__(self) -> None:
         self._child: AnsweringChild | None = None

@@ -1,8 +1,8 @@
-"""Comparison of math answers by math-verify (``equal``), for a worker process that may be killed.
+"""Comparison of math answers by math-verify, for the main thread of a worker process that may be killed.
 
-Call it in the main thread: a signal limits CPU time. It replaces math-verify's own clock limit, which calls
-right answers wrong on a busy machine. A long operation on big integers (``9^{9^{9}}``) blocks even the
-signal.
+``equal`` compares an answer with a ground truth, ``parses`` and ``is_operation`` classify a ground truth; all
+return False if undecided. A signal limits CPU time: math-verify's own wall-clock limit would count correct
+answers as wrong on a busy machine. A long operation on big integers (``9^{9^{9}}``) delays even the signal.
 
 Answers with the same text are equal, whether or not math-verify can read them. If math-verify calls two
 answers equal, their sympy expressions are checked again, unless one was read as plain text: math-verify also
@@ -37,7 +37,7 @@ from bapo_megatron.reward.answer_words import (
 from bapo_megatron.reward.cpu_time import OutOfTime, cpu_limit
 
 CPU_LIMIT_S = 2
-"""CPU time limit in seconds for one parse or comparison. Most answers need less than 0.1 s."""
+"""CPU time limit in seconds for each parse or check. Most answers need less than 0.1 s."""
 
 DECIMAL_TOLERANCE = 1e-5
 """Maximum relative difference of a decimal from the exact value; math-verify compares six decimals."""

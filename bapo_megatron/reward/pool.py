@@ -1,10 +1,10 @@
 """Reward pool: scores responses in worker processes with time and memory limits, or at an HTTP endpoint.
 
-``RewardPool.score(prompt, response, tokens)`` returns a ``RewardResult``; a failed score is a result, too. A
-worker (worker.py) scores one response at a time. If it times out, the pool kills its process group. After
-that, or if the worker died, a new worker retries the response once, then the score has failed
-(workers/pool.py). Endpoint rewards need no worker (endpoint_scorer.py). ``FailureReports`` reports failures
-at growing intervals.
+The sampler and evaluations await ``RewardPool.score(prompt, response, response_tokens)``. It returns a
+``RewardResult``: the score less the format penalty and ``overlong_penalty``, which alone needs the token
+count, or a failure. A worker (worker.py) scores one response at a time. Past the time limit the pool kills
+its process group. If that happens or the worker dies, a new worker retries the response once, then the score
+has failed (workers/pool.py). Endpoint rewards need no worker (endpoint_scorer.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Reward of one response, with and without penalties, or kind and details of the failure to score it."""
+    """Result of scoring a response: reward with and without penalties, or the failure's kind and details."""
 
     reward: float
     """Reward with all penalties; on failure `reward.failed` without any (`reward.on_failure=value`)."""
@@ -56,7 +56,7 @@ class RewardResult:
 
 class RewardPool:
     """Async pool of ``reward.workers`` processes for one event loop: ``start``, concurrent ``score`` calls,
-    ``close``. Endpoint rewards need no process. A failed score is a result, not an exception."""
+    ``close``. Starts no process if all functions are endpoints."""
 
     def __init__(self, config: RewardConfig, max_response_tokens: int, functions: Sequence[str] = ()) -> None:
         """``functions``: reward functions of all prompts; by default only ``config.function``."""
@@ -73,8 +73,8 @@ class RewardPool:
         self._testing = CallKind("score", CLOCK_FACTOR * config.time_limit_s, repeatable=True)
 
     async def start(self) -> None:
-        """Start every worker, and wait for the endpoint if there is one. Raises ConfigError if the settings
-        do not work, ChildError if a worker dies, RunStopped without an endpoint."""
+        """Start every worker, and wait until the endpoint, if any, accepts a connection. Raises ConfigError,
+        ChildError or OSError if a worker does not start, RunStopped if the endpoint is unreachable."""
         try:
             notes = await self._workers.start()
             if self._endpoint:
@@ -86,8 +86,8 @@ class RewardPool:
             _LOG.warning("reward sandbox: %s", note)
 
     async def score(self, prompt: Prompt, response: str, response_tokens: int) -> RewardResult:
-        """Score a response of ``response_tokens`` tokens; calls run in order, and no response makes it raise.
-        After a cancelled call, the worker first finishes the job."""
+        """Return the result for a response of ``response_tokens`` tokens. Calls start in order, and no
+        response makes one raise. After a cancelled call, its worker first finishes that job."""
         function = prompt.reward or self._config.function
         if self._endpoint and function in REWARD_ENDPOINTS:
             result = _result(self._config.failed, await self._endpoint.answer(prompt, response))
@@ -143,8 +143,8 @@ def overlong_penalty(
 
 
 class FailureReports:
-    """Reporter of failures as run events: the 1st, 10th, 100th ... of each kind, the first with its
-    traceback. Equal ``failure`` and ``place`` make one kind. Counts restart with the process."""
+    """Reporter of failed rewards or environment steps as events: ``note`` reports the 1st, 10th, 100th ... of
+    each kind (equal ``failure`` and ``place``), the first with its traceback, and ignores successes."""
 
     def __init__(self, report: Callable[..., None], event: str = "reward_failed") -> None:
         """``report`` gets the event name and its fields."""

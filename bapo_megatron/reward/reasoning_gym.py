@@ -1,13 +1,13 @@
-"""Reward ``reasoning_gym``: scores an answer with the verifier of its problem's task, a library function.
+"""Reward ``reasoning_gym``: scores a response with the library's verifier for the problem's task.
 
-``score(extra_info, response)`` returns it, in [0, 1]; call it in the main thread of a reward worker, since it
-limits CPU time. Nine verifiers call ``eval``, or sympy's ``parse_expr``, on the model's text, and five on a
-text of the problem. This module parses that input first: it must be a list of values, or arithmetic with a
-small result (``is_harmless``). Some other verifiers need unlimited time or memory for a large number, or
-accept ``nan``.
+``score(extra_info, response)`` returns a number in [0, 1]. Call it in the main thread of a reward worker: a
+signal limits CPU time. Nine verifiers call ``eval``, or sympy's ``parse_expr``, on the answer, and five on a
+text of the problem. Such a text must first parse as a list of values, or as arithmetic with a small result;
+otherwise the answer scores 0 (``is_harmless``), or the row is invalid (``unsafe_entry``). Also checked are
+answers to verifiers that take unlimited time or memory for a large number, or accept ``nan``.
 
-The package import takes seconds and loads all tasks. One of them, zebra_puzzles, needs pycosat, and thus a C
-compiler, to generate problems; the others work without. Raises ConfigError without the package.
+The library's import takes seconds and loads all tasks (``tasks``, ConfigError if it is not installed). One
+task, zebra_puzzles, needs pycosat, and thus a C compiler, to generate problems.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Absent(ModuleType):
 
 @cache
 def tasks() -> Mapping[str, tuple[type, type]]:
-    """Return problem and settings class of each usable task. Raises ConfigError if not installed."""
+    """Return problem and settings class of each usable task by name. Raises ConfigError if not installed."""
     absent = importlib.util.find_spec(_COMPILED) is None
     if absent:
         sys.modules[_COMPILED] = _Absent(_COMPILED)
@@ -126,8 +126,7 @@ def is_harmless(task: str, answer: str) -> bool:
 
 
 def unsafe_entry(task: str, entry: Mapping[str, Any]) -> str | None:
-    """Return the error of a problem with text that is unsafe to evaluate (rows may come from anywhere), or
-    None."""
+    """Return the error of a problem whose text is unsafe to evaluate, or None: rows may be anyone's."""
     if task not in _ENTRIES:
         return None
     name, check = _ENTRIES[task]
@@ -262,7 +261,7 @@ NO_ANSWER = "judged by its verifier"
 """Ground truth of a problem with many right answers, none of which reasoning-gym provides."""
 
 CPU_LIMIT_S = 5.0
-"""CPU time limit of a verifier in seconds: sympy may take minutes. Honest answers need less than 0.5 s."""
+"""CPU time limit of a verifier in seconds: sympy may take minutes. Correct answers need less than 0.5 s."""
 
 _RIGHT = 1 - 1e-9
 """Scores from here on count as 1: some are sums of rounded parts."""

@@ -1,11 +1,12 @@
-"""Reward worker: a child process that scores responses for the reward pool (``pool.py``).
+"""Reward worker: a child process that scores responses (for pool.py) or compares math answers (for math.py).
 
-    python -m bapo_megatron.reward.worker LIFELINE      (LIFELINE: pipe that closes when the parent ends)
+    python -m bapo_megatron.reward.worker LIFELINE      (LIFELINE: fd of a pipe that closes with the parent)
 
-It is sent its settings, then calls, as JSON lines (``workers/serving.py``). The settings are ``reward``, a
-`RewardConfig` as an object, and ``functions``, the names of all reward functions. The call ``score`` takes
-{function, prompt, response} and returns {score, reward, named} or a failure. With null settings the process
-only compares answers (math.py): ``equal``, ``parses`` and ``is_operation``.
+The parent sends the settings, then calls, as JSON lines (``workers/serving.py``). The settings are
+``reward``, a `RewardConfig` as an object, and ``functions``, the names of all reward functions. The call
+``score`` takes {function, prompt, response} and returns a failure or {score, reward, named}, where ``reward``
+is the score less the format penalty. With null settings the calls are ``equal``, ``parses`` and
+``is_operation`` of math_verify_compare.py.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _limited(compare: Callable[..., bool]) -> Callable[[list[Any]], bool]:
 
 
 def _comparisons() -> dict[str, Callable[[list[Any]], bool]]:
-    """Return the comparison functions by name, and silence math-verify's log of unreadable answers."""
+    """Return the comparison functions by name, and turn off all logging: math-verify logs bad answers."""
     from bapo_megatron.reward.math_verify_compare import equal, is_operation, parses
 
     logging.disable(logging.CRITICAL)

@@ -1,9 +1,9 @@
-"""Processes of one sandbox, from the inside: ``main`` isolates them, then runs test cases.
+"""Program of a sandbox's processes: ``main`` isolates them, then runs test cases.
 
-``sandbox.Sandbox`` starts them, without the run's environment variables, and sends the cases. The first
-process enters the namespaces. The server, process 1 inside them, sets up the isolation and returns results,
-but runs no tested code. A fork of it runs each case. The interpreter is isolated (``python -I`` or its
-equivalent) and loads only the modules of this package imported here.
+``sandbox.Sandbox`` starts it, without the run's environment variables, and sends a job and its cases as JSON
+lines. The first process enters the namespaces and forks the server, process 1 inside them, which completes
+the isolation and returns results, but runs no tested code: a fork of the server runs each case. The
+interpreter is isolated (``python -I`` or its equivalent) and loads few modules of this package.
 """
 
 from __future__ import annotations

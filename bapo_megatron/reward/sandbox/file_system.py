@@ -1,8 +1,9 @@
 """File system of a sandbox: a new root (pivot_root) with Python's libraries, one directory and three devices.
 
-``pivot_to_own_root`` and ``confine`` (Landlock) change this process permanently. ``box`` is the one writable
-directory; the libraries are read-only views. The root has no home, run directory, dataset, or foreign sockets
-and FIFOs; /proc shows only the sandbox's processes (before Linux 5.8 also the machine's settings, read-only).
+``pivot_to_own_root`` and ``confine`` (Landlock) permanently change the calling process, a sandbox's server.
+``box`` is the one writable directory; libraries are read-only. The root has no home, run directory, dataset,
+or sockets and FIFOs of others; /proc shows only the sandbox's processes (before Linux 5.8 also the machine's
+settings, read-only).
 
 Landlock (Linux 5.13, linux/landlock.h) restricts a process and its children to files beneath given paths. Any
 user may use it, even in containers without namespaces. Older versions allow some actions (truncation before

@@ -1,9 +1,9 @@
 """Client of a SandboxFusion server, which runs tested programs instead of this machine's sandbox.
 
-``FusionSandbox`` has the calls of ``Sandbox``. API (github.com/bytedance/SandboxFusion): ``POST /run_code``
-takes ``code``, ``stdin``, ``run_timeout`` and ``memory_limit_MB`` and returns ``status`` and ``run_result``
-(``status``, ``return_code``, ``stdout``). Expected outputs never leave this machine. Calls block and raise
-SandboxError if the server fails.
+``FusionSandbox`` has the calls of ``Sandbox``, which block and raise SandboxError if the server fails. API
+(github.com/bytedance/SandboxFusion): ``POST /run_code`` takes ``code``, ``stdin``, ``run_timeout`` and
+``memory_limit_MB`` and returns ``status`` and ``run_result`` (``status``, ``return_code``, ``stdout``).
+Expected outputs stay on this machine, except where the server must evaluate an assert (code.py).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _end(text, out=os.fdopen(os.dup(1), "w", encoding="utf-8"), leave=os._exit):
 
 
 class FusionServer:
-    """Client of one SandboxFusion server, for one reward worker: ``run`` executes code and returns an
-    ``Ended``. Calls block, and each opens its own connection."""
+    """Client of one SandboxFusion server, for one reward worker: ``run`` executes code there and returns an
+    ``Ended``, or None past a limit. Calls block, and each opens its own connection."""
 
     def __init__(self, url: str) -> None:
         """``url``: server address, with or without ``/run_code``."""
@@ -67,8 +67,8 @@ class FusionServer:
     def run(
         self, code: str, stdin: str, memory_mb: int, case_limit_s: float, clock_limit_s: float
     ) -> Ended | None:
-        """Run the code. Returns None if it exceeds ``case_limit_s`` there or prints too much. Raises
-        SandboxError if the server does not answer within ``clock_limit_s``, or could not run the code."""
+        """Run the code. Returns None if it does not finish within ``case_limit_s`` there or prints too much.
+        Raises SandboxError without an answer within ``clock_limit_s``, or if the server cannot run it."""
         body = {
             "code": code,
             "language": "python",
@@ -104,7 +104,7 @@ class FusionServer:
 
 class FusionSandbox(Sandbox):
     """``Sandbox`` of one program (``source``) on a SandboxFusion server: same calls, but each test case is
-    sent as a separate program, and nothing is kept between them."""
+    sent as a separate program, and cases share no files."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """Isolation of tested code (the sandbox's walls): namespaces, files, user, Landlock, seccomp, audit hook.
 
 Runs in the sandbox's processes (child.py) and imports no third-party package. Once per sandbox:
-``enter_namespaces``, which returns the ``Walls``, then ``confine_sandbox`` (file system, user, Landlock). For
-each program: ``confine_program`` (limits, system call filter, audit hook). A wall is one of these layers; a
-wall that the kernel does not grant leaves a note in ``Walls`` or is covered by another one. ``box`` is the
-sandbox's directory.
+``enter_namespaces``, which returns the ``Walls``, then ``confine_sandbox`` (file system, user, Landlock). In
+the fork of each test case: ``confine_program`` (limits, system call filter, audit hook). A wall is one of
+these layers; one that the kernel does not grant leaves a note in ``Walls`` unless another covers for it.
+``box`` is the sandbox's directory.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def be_untraceable() -> None:
 
 
 def confine_program(walls: Walls, box: str, memory_mb: int, cpu_s: int) -> None:
-    """Put up the walls of one program, permanently, around this process. Raises OSError if a limit fails."""
+    """Confine this process, the fork of a test case, permanently. Raises OSError if a wall fails."""
     file_system.check(LIBC.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
     _limit(walls, memory_mb, cpu_s)
     _watch(box, alone=not (walls.own_root or walls.landlock))

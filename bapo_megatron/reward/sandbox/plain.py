@@ -1,13 +1,12 @@
-"""Test cases of expressions, and the plain JSON form of their values, for comparison in another process.
+"""Evaluation of test expressions, and a plain JSON form of their values for comparison in another process.
 
-``told`` runs a case in its program's process, where ``encoded`` writes the value; ``decoded`` reads it in a
-process without the program. None, booleans, numbers and text stay unchanged, numbers and text as exactly int,
-float and str, so that a subclass's equality does not count. numpy arrays and numbers become lists and
-numbers. A list, tuple, set or dict is [kind, items]. On request, a range, bytes, complex number or deque is
-[``written``, type name, parts], an iterator or dict view is [``iterator``, items], and another object is
-[``object``, type name, attributes]. Anything else is [``other``, type name].
-
-A SandboxFusion server gets this file's text, so it imports only the standard library.
+``told`` runs a program and a case, or only judgements, and returns the value as JSON text; ``encoded`` gives
+a value its plain form, and ``decoded`` inverts that, in another process. None, booleans, numbers and text
+stay unchanged, numbers and text as exactly int, float and str, so that a subclass's equality does not count.
+numpy arrays and numbers become lists and numbers. A list, tuple, set or dict is [kind, items]. On request, a
+range, bytes, complex number or deque is [``written``, type name, parts], an iterator or dict view is
+[``iterator``, items], and another object is [``object``, type name, attributes]. Anything else is
+[``other``, type name]. Standard library only: a SandboxFusion server gets this file's text.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _SEQUENCES = (("list", list), ("tuple", tuple), ("set", (set, frozenset)))
 
 def told(case: Mapping[str, Any], prelude: str, source: str, space: dict[str, Any]) -> str:
     """Run a case of ``Sandbox.value`` or ``judge`` in a module's ``space``; return its value as JSON. The
-    test has the builtins that ``source`` replaced. Judgements run without ``source``."""
+    test sees the original builtins, even if ``source`` replaced some. Judgements run without ``source``."""
     run, plainly, dumps, names = evaluate, encoded, json.dumps, vars(builtins)
     execute(prelude, "<solution>", space)
     if "judgements" in case:
@@ -68,7 +67,7 @@ def evaluate(expression: str, space: dict[str, Any]) -> Any:
 
 
 def execute(source: str, name: str, space: dict[str, Any]) -> None:
-    """Run statements; ``name`` stands in tracebacks."""
+    """Run statements; ``name``: file name for tracebacks."""
     exec(compile(source, name, "exec", dont_inherit=True), space)
 
 

@@ -1,11 +1,12 @@
 """Code sandbox: runs an untrusted program on test cases, in an isolated process tree (docs/rewards.md).
 
-``Sandbox(source, ...)`` starts one, and its ``run``, ``value`` and ``judge`` return an ``Ended`` per case.
-Calls block. A sandbox only notes isolation layers (walls) that the kernel does not grant. Code rewards need
-all walls: ``checked_sandbox``, a preflight with a trial program, refuses a machine that lacks some, unless
-``reward.allow_weak_sandbox`` is set.
+``Sandbox(source, ...)`` starts one; its ``run``, ``value`` and ``judge`` block for one case, and return an
+``Ended``, or None if the case exceeds its limit. The limit counts CPU time and sleep, not wall-clock time: a
+busy or paused machine makes no program slow. Raises SandboxError if the sandbox itself fails.
 
-A case's limit counts CPU time and sleep, not clock time: a busy or paused machine makes no program slow.
+A sandbox starts even if the kernel refuses some isolation layers (walls), and lists those in ``notes``. Code
+rewards need all walls: ``checked_sandbox`` runs a trial program before a run and in each worker, and raises
+ConfigError for missing walls unless ``reward.allow_weak_sandbox`` is set.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _READABLE: dict[str, list[str]] = {}
 
 
 class SandboxError(Exception):
-    """Failure of the sandbox itself, not of tested code: it did not start, was killed, or got no CPU."""
+    """Raised if the sandbox, not the tested code, fails: it did not start, was killed, or got no CPU."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ class Ended:
 
 
 class Sandbox:
-    """Isolated processes for one program (``source``), as a context manager; a fork runs each test case
-    (``run``, ``value``, ``judge``). Cases share a temporary directory. After a case that returned None (out
-    of time) no other may follow."""
+    """Isolated processes for one program (``source``), as a context manager; each test case (``run``,
+    ``value``, ``judge``) runs in a fork. Cases share a temporary directory. After a call that returned None
+    (out of time) there may be no other."""
 
     def __init__(
         self,
@@ -140,13 +141,13 @@ class Sandbox:
         objects: bool = False,
     ) -> Ended | None:
         """Import the source, run ``setup``, and evaluate the expression with ``arguments`` as ARGUMENTS.
-        ``truth``: as a truth value. ``objects``: see `plain.encoded`. Returns None as ``run`` does."""
+        ``truth``: to true or false. ``objects``: see `plain.encoded`. Returns and raises as ``run`` does."""
         kinds = {"truth": truth, "objects": objects}
         return self._ask({"expression": expression, "arguments": arguments, "setup": setup, **kinds}, limit_s)
 
     def judge(self, judgements: list[tuple[str, str]], limit_s: float, setup: str = "") -> Ended | None:
         """Evaluate judgements in a process that never ran the source; the value is whether all are true.
-        ``judgements``: expressions, each with the value of another case as its ARGUMENTS."""
+        ``judgements``: expressions, each with the JSON value of another case as its ARGUMENTS."""
         return self._ask({"judgements": judgements, "setup": setup}, limit_s)
 
     def close(self) -> None:

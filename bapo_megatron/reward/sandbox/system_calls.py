@@ -1,9 +1,9 @@
 """Seccomp filter of a tested program: denied system calls on x86-64 and aarch64.
 
-``program(machine, ...)`` returns the filter's instructions, and ``install`` applies them to this thread and
-its descendants. A denied call returns EPERM; clone3, and calls newer than this file, return ENOSYS. Nothing
-is killed, so a library that only probes continues. Numbers come from the kernel's headers (asm/unistd_64.h,
-asm-generic/unistd.h).
+``program(machine, ...)`` returns the filter's instructions, and ``install`` applies them to the calling
+thread and its descendants. A denied call fails with EPERM; clone3, and calls newer than this file, with
+ENOSYS. No process is killed, so a library that only probes continues. Numbers come from the kernel's headers
+(asm/unistd_64.h, asm-generic/unistd.h).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A user subclasses ``Environment`` (``from bapo_megatron.environment import Environment``): ``step`` takes the
 text of a model turn and returns a ``Reply``. With an environment, a response is an *episode*: turns that the
-model samples, alternating with the environment's observations. Imports only the standard library, since an
-environment may run in a separate interpreter without numpy and torch.
+model samples, alternating with the environment's observations. User classes run in environment workers
+(worker.py). Imports only the standard library: a worker may have a separate interpreter without numpy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ the environment class. Written by ``adapters/agent_rows.py``."""
 
 @dataclass(frozen=True)
 class Task:
-    """Constructor argument of an ``Environment``: a dataset row, and the unique name of the episode."""
+    """Constructor argument of an ``Environment``: a dataset row's fields, and the episode's unique name."""
 
     messages: list[dict[str, Any]]
     """Chat messages of the prompt, with role and content."""
@@ -43,27 +43,27 @@ class SampledToken(NamedTuple):
 
 
 class SampledTurn(str):
-    """A model turn: its text, as a ``str``. With ``Environment.wants_tokens`` it also has ``tokens``, and in
-    ``prompt_tokens`` the number of tokens before the turn."""
+    """A model turn: its text, as a ``str``. With ``Environment.wants_tokens`` it also has ``tokens``, and
+    ``prompt_tokens``, the number of tokens before the turn; otherwise these are empty and 0."""
 
     prompt_tokens = 0
     tokens: Sequence[SampledToken] = ()
 
     @staticmethod
     def of(text: str, prompt_tokens: int = 0, tokens: Iterable[Sequence[Any]] = ()) -> SampledTurn:
-        """Return the turn from the output of ``as_json``."""
+        """Return the turn; the arguments are the items of ``as_json``."""
         made = SampledTurn(text)
         made.prompt_tokens, made.tokens = prompt_tokens, [SampledToken(*token) for token in tokens]
         return made
 
     @staticmethod
     def as_json(text: str) -> list[Any]:
-        """Return the arguments of ``of`` as JSON; accepts plain text, too."""
+        """Return the arguments of ``of`` for a turn or plain text, as JSON values."""
         return [text, *((text.prompt_tokens, text.tokens) if isinstance(text, SampledTurn) else ())]
 
 
 class Turn(NamedTuple):
-    """One turn of an episode in the run's journal: sampled by the model, or given by the environment."""
+    """A turn of an episode in the run's journal: sampled by the model, or the environment's observation."""
 
     kind: Literal["sampled", "given"]
     text: str
@@ -72,7 +72,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """A whole conversation (messages, tools) that the model continues instead of its last turn."""
+    """Whole conversation (messages, tools) that the model answers next, in place of the episode so far."""
 
     messages: Sequence[Mapping[str, Any]]
     """Chat messages. ``{"role": "assistant", "turn": 3}`` is the model's third turn, as sampled."""
@@ -84,7 +84,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Reply:
-    """An environment's answer to a turn: observation (None ends the episode), reward, metrics, note."""
+    """An environment's answer to a turn: observation (None at the end), reward, metrics, note, context."""
 
     observation: str | Sequence[str] | None
     """Next input of the model, with mask 0 in training. Several texts (results of its calls) become one
@@ -94,8 +94,7 @@ class Reply:
     metrics: dict[str, float] = field(default_factory=dict)
     """Step metrics by name; each is averaged over the episodes that report it."""
     note: Any = None
-    """Plain JSON of at most 64 KiB and 100 levels for the journal. ``restore`` gets the last that is not
-    None."""
+    """Plain JSON of at most 64 KiB and 100 levels for the journal; ``restore`` gets the last one not None."""
     context: Context | None = None
     """Conversation that the model answers next, if that does not continue the last turn: a branch of the
     episode. ``observation`` is then text that identifies the question without the turns before it."""
@@ -112,9 +111,9 @@ class Reply:
 
 
 class Environment:
-    """Base class of a user's environment: define ``step``. An object is one episode, which a worker process
-    holds as a cache of the episode's turns. After a kill or the loss of the worker, ``resume`` says how a new
-    object gets to the same state from the journal."""
+    """Base class of a user's environment: define ``step``. An object is one episode, in a worker process. If
+    it is lost with its worker or the run, a new object gets to its state from the episode's turns, which the
+    run's journal keeps, in the way that ``resume`` says."""
 
     role: ClassVar[Literal["tool", "user"]] = "tool"
     stops: ClassVar[tuple[str, ...]] = ()
@@ -128,22 +127,21 @@ class Environment:
     wants_tokens: ClassVar[bool] = False
     """Whether the turns that ``step`` gets carry tokens with log-probs (``SampledTurn``)."""
     settings_type: ClassVar[type | None] = None
-    """Dataclass in ``environment/settings.py`` that checks the settings before a run. A subclass inherits it
-    unless it defines ``__init__``, ``play`` or ``run``. None: no check."""
+    """Dataclass in ``environment/settings.py`` for a check of the settings before a run. Not inherited by a
+    subclass that defines ``__init__``, ``play`` or ``run``. None: no check."""
     logs_dir: ClassVar[str | None] = None
     """Run folder for program logs, set by the worker; None: no logs."""
     own_random: ClassVar[bool] = False
     """Whether it draws from the global generators of ``random`` or numpy. Each episode then has its own
-    states, and a worker runs one step at a time, since draws of another episode would make a replay
-    diverge."""
+    states, and a worker runs one step at a time, so that a replay repeats the draws."""
 
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
-        """``settings``: the object of ``environment.settings``. An error fails the response, not the run."""
+        """``settings``: `environment.settings`, a JSON object. An error fails the response, not the run."""
         self.task = task
         self.settings = settings
 
     def step(self, turn: str) -> Reply | Awaitable[Reply]:
-        """Answer a model turn. May be ``async``: one worker then holds thousands of waiting episodes."""
+        """Answer a model turn. If ``async``, one worker can hold thousands of waiting episodes."""
         raise NotImplementedError
 
     def again(self, turn: str, given: str) -> Reply | Awaitable[Reply]:
@@ -159,6 +157,6 @@ class Environment:
 
 
 def unjudged(_prompt: Any, _response: str) -> float:
-    """Return reward 0, for a response whose environment gave none: cut before its end, or never started. For
-    ``reward.function`` if the environment gives all rewards and rows have no answer."""
+    """Return reward 0. For ``reward.function`` if the environment gives all rewards and rows have no answer:
+    only called for a response whose environment gave none, because it was cut off or never started."""
     return 0.0

@@ -1,10 +1,10 @@
 """Tokenization of a whole conversation in which the model's own turns keep their sampled token ids.
 
-``ConversationTokens.ids`` takes the messages of a request of an agent program that rewrites its history or
-holds several conversations, and returns the prompt ids of the model's next turn. The chat template renders
-the messages with marks in place of the model's turns. Where it shows a turn unchanged, the sampled ids
-replace the mark, and the text between turns is tokenized separately. A turn that the template rewrites (e.g.
-without its thoughts) becomes ordinary text, and so the start of a branch.
+``ConversationTokens.ids`` takes the messages of an agent program's request that starts a branch (the program
+rewrites its history or holds several conversations), and returns the input ids of the model's next turn. The
+sampler calls it. The chat template renders the messages with marks in place of the model's turns. Where it
+shows a turn unchanged, the sampled ids replace the mark, and the text between turns is tokenized separately.
+A turn that the template rewrites (e.g. without its thoughts) becomes ordinary text, without sampled ids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OPENED = f"{THINKING}\n"
 
 
 class RepeatedTurn(NamedTuple):
-    """An earlier model turn in a conversation: text, sampled ids, and whether it starts in a thought."""
+    """An earlier model turn in a conversation: text, sampled ids, and whether it starts inside a thought."""
 
     text: str
     """Text without the end token."""
@@ -35,7 +35,7 @@ class RepeatedTurn(NamedTuple):
 
 
 class ConversationTokens:
-    """Tokenizer of conversations, for one model's tokenizer and chat template; call ``ids``. Stateless."""
+    """Tokenizer of whole conversations by one model's tokenizer and chat template: ``ids``. Stateless."""
 
     def __init__(
         self, tokenizer: Any, stop_token_ids: Sequence[int], tools: Sequence[Any], keeps_turns: bool

@@ -1,8 +1,9 @@
-"""Start script of the environment worker (worker.py) in the interpreter ``environment.python``.
+"""Start script of the environment worker (worker.py) under a separate interpreter, ``environment.python``.
 
-    PYTHON own_interpreter.py LIFELINE      (LIFELINE: number of the pipe that closes when the parent ends)
+    PYTHON own_interpreter.py LIFELINE      (LIFELINE: fd of a pipe that closes when the parent ends)
 
-Makes only this package importable: its neighbours in site-packages may belong to another Python version.
+The environment pool starts it. It makes this package importable beside the interpreter's own packages, but
+nothing else in the folder that contains it: packages there may be for another Python version.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def import_package() -> None:
-    """Import ``bapo_megatron`` from its folder without its parent on the import path."""
+    """Import ``bapo_megatron`` by its path, and take this script's folder off the import path."""
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != PACKAGE / "environment"]
     spec = importlib.util.spec_from_file_location(
         "bapo_megatron", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]

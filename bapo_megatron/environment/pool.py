@@ -1,14 +1,14 @@
 """Environment pool: worker processes that hold the environment objects of thousands of concurrent episodes.
 
-``EnvironmentPool.step`` takes a ``Question`` (a model turn, with its episode) and returns a ``StepResult``
-(observation and reward, or a failure); it does not raise because of an environment. User code runs only in
-workers: ``read_traits`` starts one before a run and returns the class attributes. An object lives in one
-worker and is a cache: a lost one is rebuilt from the turns (``worker.py``). One pool serves one event loop.
+The sampler awaits ``EnvironmentPool.step``, which takes a ``Question`` (a model turn, with its episode) and
+returns a ``StepResult`` (observation and reward, or a failure); an environment cannot make it raise. User
+code runs only in workers: ``read_traits`` starts one before a run to get the class attributes, and checks the
+settings. An object lives in one worker; a lost one is rebuilt from the episode's turns (worker.py).
 
 - A step that raises or exceeds ``environment.step_limit_s`` ends its own episode, and so does exceeding
   ``environment.episode_limit_s``. Only step time counts, not waiting for a worker.
-- A step that ends its worker, or a plain step that cannot be interrupted, also loses the other objects there.
-  The pool then repeats the steps in flight on new objects, beside ever fewer others (``workers/pool.py``),
+- A step that ends its worker, or a plain step past its limit, which only a kill ends, also loses the other
+  objects there. The steps in flight are repeated on new objects, beside ever fewer others (workers/pool.py),
   until the culprit runs alone and fails. So a step may run twice; the episode name is an idempotency key.
 """
 
@@ -49,7 +49,7 @@ Failure = Literal["raised", "time", "died", "diverged"]
 
 @dataclass(frozen=True)
 class Question:
-    """A model turn for the environment to answer, with its episode's task, turns, note and step time."""
+    """Argument of ``step``: a model turn, with its episode's task, turns, note and step time so far."""
 
     task: Task
     turn: str
@@ -64,10 +64,10 @@ class Question:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of a step: observation, reward, metrics, note; or the kind and details of its failure."""
+    """Outcome of ``step``: observation, reward, metrics, note; or the kind and details of its failure."""
 
     observation: str | None = None
-    """Several messages are lines."""
+    """None ends the episode. Several messages are joined as lines."""
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     note: Any = None
@@ -86,7 +86,7 @@ class StepResult:
 @dataclass(frozen=True)
 class Traits:
     """Class attributes of the user's ``Environment`` subclass (role, stops, resume, tools, ...), and whether
-    ``step`` is async. ``read_traits`` returns them: the run's own process never imports the class."""
+    ``step`` is async. From ``read_traits``, since the run's own process never imports the class."""
 
     role: Literal["tool", "user"]
     stops: tuple[str, ...]
@@ -105,7 +105,7 @@ class Traits:
 
     @staticmethod
     def of(note: str) -> Traits:
-        """Parse the first note of the worker program."""
+        """Parse the first note of a worker's reply to its settings."""
         traits: dict[str, Any] = json.loads(note)
         return Traits(**{**traits, "stops": tuple(traits["stops"]), "tools": tuple(traits["tools"])})
 
@@ -117,8 +117,7 @@ class EnvironmentPool:
     def __init__(
         self, config: EnvironmentConfig, traits: Traits, repeats: bool = True, logs_dir: Path | None = None
     ) -> None:
-        """``repeats``: retry a step whose worker ended, as a run must. ``logs_dir``: folder for program
-        logs."""
+        """``repeats``: retry a step whose worker ended, as a run must. ``logs_dir``: for program logs."""
         self._config, self._repeats = config, repeats
         concurrency = 1 if traits.own_random else ASYNC_STEPS if traits.is_async else THREADS
         self._grace_s = _ASYNC_GRACE_S if traits.is_async else _PLAIN_GRACE_S
@@ -132,7 +131,7 @@ class EnvironmentPool:
         await self._workers.start()
 
     async def step(self, question: Question) -> StepResult:
-        """Return the environment's reply to a turn, or its failure; an environment cannot make it raise."""
+        """Return the environment's reply to a turn, or its failure, after which the object is closed."""
         name = question.task.episode
         if self._left_s(question) <= 0:
             self.forget(name)
@@ -159,7 +158,7 @@ class EnvironmentPool:
                 self._workers.forget(name)
 
     def forget(self, episode: str) -> None:
-        """Release an episode's object in the background: the episode has no more steps."""
+        """Close an episode's object, if there is one, in the background: the episode has no more steps."""
         if episode in self._held:
             self._held.discard(episode)
             self._closing.add(task := asyncio.create_task(self.release(episode)))
@@ -237,8 +236,8 @@ def worker_program(config: EnvironmentConfig, logs_dir: Path | None = None) -> W
 
 
 def read_traits(config: EnvironmentConfig, limit_s: float = START_LIMIT_S) -> Traits:
-    """Start a worker and return the class traits. Blocks for at most ``limit_s`` while it imports. Raises
-    ConfigError if the class or its settings are invalid, or the interpreter does not run."""
+    """Return the class traits from a worker that is started, imports the class within ``limit_s``, and is
+    closed; check the settings. Blocks. Raises ConfigError for an invalid class, settings or interpreter."""
     program = worker_program(config)
     environment = with_import_path(os.environ) if program.environment is None else program.environment
     try:
@@ -260,8 +259,8 @@ def read_traits(config: EnvironmentConfig, limit_s: float = START_LIMIT_S) -> Tr
 
 
 def _check_settings(config: EnvironmentConfig, kind: str | None) -> None:
-    """Raise ConfigError for settings that do not fit a dataclass of this package. Runs here, since a separate
-    interpreter may lack the checking packages."""
+    """Raise ConfigError for settings that do not fit a dataclass of this package. Not in the worker, whose
+    separate interpreter may lack the packages for it."""
     module, _, name = (kind or "").partition(":")
     if module == own_settings.__name__:
         owner = f"environment.function={config.function}"

@@ -1,7 +1,8 @@
-"""Dataclasses that check ``environment.settings`` of built-in environments and adapters before a run.
+"""Dataclasses of ``environment.settings`` for the built-in environments and adapters.
 
-``settings_type(kind)`` returns the dataclass of an environment class, or None. It is checked in the run's own
-process, so this module imports no adapter; only the standard library, for a separate interpreter.
+``settings_type(kind)``, called in an environment worker, returns the dataclass of an environment class, or
+None; the run's own process checks the settings against that dataclass before the run (pool.py). Needs only
+the standard library, for a worker with a separate interpreter, and no adapter, whose packages a run may lack.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ READERS = frozenset({"__init__", "play", "run"})
 
 
 def settings_type(kind: type[Environment]) -> type | None:
-    """Return the settings dataclass of a class or of its base. Returns None if there is none, or if the class
-    overrides one of ``READERS`` and so may take other settings than its base."""
+    """Return the settings dataclass of a class, its own or its base's. Returns None without one, or if the
+    class overrides one of ``READERS`` and so may take other settings than its base."""
     for base in kind.__mro__:
         if "settings_type" in vars(base):
             return base.settings_type  # type: ignore[attr-defined, no-any-return]
@@ -51,7 +52,7 @@ class PythonSettings:
     memory_mb: Annotated[int, Ge(16)] = 1024
     """Memory of the session."""
     most_characters: Annotated[int, Ge(2)] = 4000
-    """Longest output; of a longer one the middle is left out."""
+    """Maximum output length; a longer output loses its middle."""
     allow_weak_sandbox: bool = False
     """Whether it may run where the kernel does not grant every wall of the sandbox."""
 
@@ -63,13 +64,13 @@ class AgentSettings:
     command: Annotated[list[str], MinLen(1)]
     """The program and its arguments."""
     tools_in_prompts: bool = False
-    """Whether the text of the prompts describes the ``tools`` of the program's requests; else the first has
-    those of its row, which the chat template shows, and other ones begin a branch."""
+    """Whether the prompts' text describes the ``tools`` of the program's requests. If not, the first request
+    must have the tools of its row, which the chat template writes; others begin a branch."""
     memory_mb: Annotated[int, Ge(16)] | None = None
     """Memory of each process of the program; None: no limit of its own."""
     reward: Literal["printed", "exit_code"] = "printed"
-    """Reward of a program that writes none into the file of `BAPO_REWARD_FILE`: the last word of its output,
-    and a program that ends with another exit code than 0 has failed; or 1 for exit code 0, else 0."""
+    """Reward of a program that writes none into the file of `BAPO_REWARD_FILE`. `printed`: the last word of
+    its output; an exit code other than 0 is a failure. `exit_code`: 1 for exit code 0, else 0."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,15 @@ class OpenEnvSettings:
 
 @dataclass(frozen=True)
 class TextArenaSettings:
-    """``environment.settings`` of ``TextArena``: how much of the game's text an observation repeats."""
+    """``environment.settings`` of ``TextArena``: whether an observation repeats earlier text of the game."""
 
     new_text_only: bool = True
-    """Whether an observation leaves out what the one before has said: games repeat all of it each time."""
+    """Whether an observation omits the text of the one before, which games repeat each time."""
 
 
 @dataclass(frozen=True)
 class VerifiersSettings:
-    """``environment.settings`` of ``VerifiersV1``: verifiers' own configuration."""
+    """``environment.settings`` of ``VerifiersV1``: verifiers' own taskset and environment configuration."""
 
     taskset: dict[str, Any]
     env: dict[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Tokenization of an observation: the ids that the chat template puts between two model turns.
 
-``ObservationTemplate.given_ids`` takes an observation and the last sampled token, and returns the next input.
-Sampled tokens are never tokenized again. An observation's ids are those of the *tail*: in the rendering of
+``ObservationTemplate.given_ids`` takes an observation and the last sampled token, and returns the ids after
+it. Sampled tokens are never tokenized again. The ids are those of the *tail*: in the rendering of
 [user, assistant, observation] with a generation prompt, the text after the assistant's content, from the
 token that closes the model's turn up to its next turn. This is exact because a tokenizer splits text at such
 a token first: ``ids(a + CLOSE + b) = ids(a) + [CLOSE] + ids(b)``. A template that rewrites earlier turns once
@@ -37,8 +37,7 @@ _SHOWN = 10
 
 
 class ObservationTemplate:
-    """Tokenizer of observations of one role (tool or user), for one tokenizer and chat template:
-    ``given_ids``. Stateless. Raises ConfigError on construction if the template does not suit."""
+    """Stateless tokenizer of observations of one role (tool or user) for one chat template: ``given_ids``."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class ObservationTemplate:
         return np.array(ids[1:] if last_token in self._stops else ids, np.int32)
 
     def prompt_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the rendering of messages up to the start of the model's turn."""
+        """Return the text of rendered messages up to the start of the model's turn."""
         text: str = self._tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=False, tools=self._tools
         )
@@ -166,8 +165,7 @@ class ObservationTemplate:
 def check_template(
     template: ObservationTemplate, model: str, history: History = "template", begun: bool = False
 ) -> None:
-    """Check before a run that the chat template does not rewrite sampled turns. Raises ConfigError if it
-    does.
+    """Raise ConfigError, before a run, if the chat template rewrites sampled turns or ignores the tools.
 
     Two rounds of turn and observation must equal the whole rendering token by token: without a thinking part,
     with one, and with an empty one, as far as the generation prompt allows them. ``model``: name for the

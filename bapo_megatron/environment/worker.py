@@ -2,19 +2,19 @@
 
     python -m bapo_megatron.environment.worker LIFELINE
 
-LIFELINE is the number of an inherited pipe that closes when the parent ends; the worker then ends, too. Calls
-and answers are JSON lines on standard input and output (``workers/serving.py``; the client is ``pool.py``):
+LIFELINE is the fd of an inherited pipe that closes when the parent ends; the worker then ends, too. Calls and
+answers are JSON lines on standard input and output (``workers/serving.py``; the client is ``pool.py``):
 
     function  argument                   answer
     step      {episode, replies, turn}   {observation, reward, metrics, note, seconds}, or {"missing": true}
     resume    {task, turns, note}        the same, or {"diverged": why}
     close     the episode's name         null
 
-``step`` answers a turn if the object is here; else ``resume`` creates it, restores the state before the last
-of ``turns`` and answers that. A turn is the list of ``SampledTurn.as_json``; a note is the environment's own
-JSON for the journal (``Reply.note``). The settings, sent first, are ``function``, ``settings``, ``logs_dir``
-and ``memory_limit_mb``; the worker replies with the JSON of ``pool.Traits``. Needs only the standard library,
-since it may run in a separate interpreter.
+``step`` answers a turn if this process has the episode's object. If not, the pool calls ``resume``, which
+creates one, restores the state before the last of ``turns``, and answers that. ``turn`` is the list of
+``SampledTurn.as_json``; an item of ``turns`` has its kind before it. An answer may also have ``messages`` or
+``context`` (``pool.StepResult``). The settings, sent first, are ``function``, ``settings``, ``logs_dir`` and
+``memory_limit_mb``; the reply has the JSON of ``pool.Traits``. Standard library only, for any interpreter.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from bapo_megatron.workers.serving import Prepared, is_over, serve
 FIELD = "environment.function"
 
 THREADS = 32
-"""Maximum number of concurrent plain steps."""
+"""Maximum number of concurrent plain (not async) steps in a worker."""
 
 MOST_CHARACTERS = 4 << 20
 """Maximum observation length in characters."""
@@ -86,9 +86,9 @@ def _prepared(settings: dict[str, Any]) -> Prepared:
 
 
 class Episodes:
-    """The worker's environment objects, by episode name, and its three calls: ``step``, ``resume``,
-    ``close``. An object is taken out while it steps; after an error or a cancelled step its state is unknown,
-    so it is closed and not put back."""
+    """The worker's environment objects by episode name, with its three calls: ``step``, ``resume``,
+    ``close``. An object is taken out while it steps. It is closed and not put back at its episode's end, or,
+    since its state is then unknown, after an error or a cancelled step."""
 
     def __init__(self, kind: type[Environment], settings: Mapping[str, Any]) -> None:
         self._kind, self._settings = kind, settings
@@ -99,7 +99,7 @@ class Episodes:
         self._random = RandomStates() if kind.own_random else None
 
     async def step(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to a turn if the object is here and has seen all earlier turns."""
+        """Return the reply to a turn; ``missing`` if no object is here that has seen all earlier turns."""
         name = question["episode"]
         if name not in self._held:
             return {"missing": True}
@@ -115,7 +115,7 @@ class Episodes:
             self._forget_random(name)
 
     async def resume(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Create an object, bring it to the state before the last turn, and return its reply to that turn."""
+        """Return a new object's reply to the last turn; ``diverged`` if it cannot get to the state before."""
         task, turns = Task(**question["task"]), [_turn(*turn) for turn in question["turns"]]
         *before, last = turns
         await self.close(task.episode)
@@ -217,8 +217,9 @@ class Episodes:
 
 
 class RandomStates:
-    """Per-episode states of the global generators of ``random`` and numpy: ``of`` activates them for a block.
-    The seed derives from the episode's name, so a replay repeats the draws. Only one step may run at once."""
+    """Per-episode states of the global generators of ``random`` and numpy: ``of`` activates them for a block,
+    one at a time. The seed derives from the episode's name, so a replay repeats the draws; numpy's only if it
+    was imported before the episode's first block."""
 
     def __init__(self) -> None:
         self._states: dict[str, tuple[Any, Any]] = {}
@@ -305,8 +306,8 @@ def _number(name: str, value: Any) -> float:
 
 
 def load_environment(path: str, settings: Mapping[str, Any]) -> type[Environment]:
-    """Return the class at ``path``, ``package.module:Name`` or ``file.py:Name``. Raises ConfigError if the
-    import fails, or the class is not a valid ``Environment`` (``problems``)."""
+    """Return the class at ``path``, ``package.module:Name`` or ``file.py:Name``, whose folder becomes part of
+    the import path. Raises ConfigError if the import fails or the class is not a valid ``Environment``."""
     file, _, name = path.rpartition(":")
     dotted = path
     if file.endswith(".py"):
@@ -321,7 +322,7 @@ def load_environment(path: str, settings: Mapping[str, Any]) -> type[Environment
 
 
 def problems(kind: type[Environment], settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the errors of a class: a missing step, invalid attribute values."""
+    """Yield the errors of a class: no ``step``, invalid attributes, an unsuitable constructor."""
     if kind.step is Environment.step:
         yield "it has no step(self, turn) of its own: define one that returns a Reply"
     if kind.role not in ("tool", "user"):

@@ -1,8 +1,8 @@
-"""Agent programs as child processes of a worker: starting one, and collecting its output and reward.
+"""Runner of agent programs, as child processes of an environment worker: input, end, output and reward.
 
-``run_agent`` runs a command, with the JSON of ``given_task`` on its standard input and the variables of
-``given_variables`` (model endpoint and key), until it ends, and returns an ``AgentEnd``. The input is a pipe,
-empty once read, because the task holds the ground truth, and the program may run code for the policy.
+``await run_agent(...)`` runs a command to its end, with the JSON of ``given_task`` on standard input and the
+variables of ``given_variables`` (model endpoint and key), and returns an ``AgentEnd``. The input is a pipe,
+empty once read: the task holds the ground truth, and the program may run code that the policy wrote.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ Node.js and Java reserve more than they use."""
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """Result of an agent program: exit code, end of its output and errors, content of its reward file."""
+    """Result of an agent program: exit code, tails of its output and errors, content of its reward file."""
 
     code: int | None
-    """Exit code; None if the run ended the program."""
+    """Exit code, negative for a signal; None if the run ended the program."""
     output: str
     errors: str
     """``output`` and ``errors``: the last ``TAIL_BYTES`` each; errors are empty if they were not captured."""
@@ -66,7 +66,7 @@ class AgentEnd:
 
 
 def given_task(task: Task) -> bytes:
-    """Return the program's standard input."""
+    """Return the program's standard input: the task as JSON, with the problem's own messages."""
     messages = task.extra_info.get(PROBLEM, task.messages)
     return json.dumps({**asdict(task), "messages": messages}).encode()
 
@@ -144,7 +144,7 @@ def keep_log(folder: Path, episode: str, text: str) -> None:
 
 
 def log_path(folder: Path, episode: str) -> Path:
-    """File of an episode's log."""
+    """Return the path of an episode's log."""
     return folder / f"{episode.replace(os.sep, '_')}.log"
 
 

@@ -2,10 +2,10 @@
 
     python -m bapo_megatron.environment.adapters.agent_rows data/sums.jsonl data/agent.jsonl -- node agent.js
 
-Reads a file of problems (dataset rows), runs the program once per row until its first request to the model,
-and writes a row with the messages of this request as the prompt. `extra_info.problem` keeps the problem's own
-messages, which the program gets on standard input in a run; `extra_info.prompt_tools` holds the request's
-tools, which the chat template writes into the prompt.
+Reads a file of problems (dataset rows), runs the program once per row, refuses its requests, and writes a row
+whose prompt has the messages of the first. `extra_info.problem` keeps the problem's own messages, which the
+program gets on standard input in a run; `extra_info.prompt_tools` has the request's tools, which the chat
+template writes into the prompt.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ AT_A_TIME = 8
 
 
 async def rows(command: Sequence[str], problems: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of problems, in the fields of ``data.path``. Raises ConfigError if the program sends no
-    request, RowError for a problem without messages."""
+    """Return the rows of problems, with the fields of ``data.path``. Raises ConfigError if the program sends
+    no request, RowError for a problem without messages, Refused for a request that is not text."""
     places = asyncio.Semaphore(AT_A_TIME)
 
     async def row(problem: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ async def _row(command: Sequence[str], problem: dict[str, Any]) -> dict[str, Any
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: write the rows for a file of problems."""
+    """Entry point: write the rows for a file of problems. Exits with code 2 for bad input."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("problems", type=Path, help="a file of prepared problems, data.jsonl")
     parser.add_argument("output", type=Path, help="the file of rows to write")

@@ -1,10 +1,9 @@
 """Translation of an agent program's chat requests into the turns of its episode.
 
 A request holds a whole conversation. ``Conversation.answer`` takes its messages and returns the policy's next
-turn. Messages that only follow the last turn become an observation; any other request becomes a branch of the
-episode, which continues after the longest earlier conversation that it repeats: a rewritten history, a second
-conversation, a concurrent request. ``protocols/server.py`` has already joined a client's retries. Imports
-only the standard library.
+turn. Messages that only follow the last turn become an observation. Any other request (a rewritten history, a
+second conversation, a concurrent request) becomes a branch of the episode, after the longest earlier
+conversation that it repeats. ``protocols/server.py`` handles retries. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class Conversation:
     and returns its turn; calls may be concurrent."""
 
     def __init__(self, prompt: Sequence[Any], role: str, ask: Ask, tools: Sequence[Any] = ()) -> None:
-        """``prompt``: the dataset's messages, which are the first question. ``role``: role of an observation.
+        """``prompt``: the dataset's messages, which the program must send first. ``role``: of observations.
         ``ask``: asks the policy. ``tools``: tools in the prompt."""
         self._prompt, self._role, self._ask, self._tools = read_messages(prompt), role, ask, [*tools]
         self._begun = asyncio.Event()  # the dataset's prompt was asked
@@ -105,8 +104,8 @@ class Conversation:
 
     async def answer(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> SampledTurn:
         """Return the policy's turn for the messages of a request. ``tools``: None for the prompt's tools.
-        Waits until the dataset's prompt was asked. Raises Refused for messages that are not a question, or if
-        none asks the prompt within ``FIRST_S``."""
+        Waits until the dataset's prompt has been sent, and raises Refused after ``FIRST_S``. Raises Refused
+        also for messages that are not text or that end with the assistant's."""
         question, tools = read_messages(messages), self._tools if tools is None else [*tools]
         has_own = tools == self._tools
         if not question or question[-1]["role"] == "assistant":

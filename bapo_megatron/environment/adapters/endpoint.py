@@ -3,11 +3,11 @@
     environment.function = "bapo_megatron.environment.adapters.endpoint:EndpointEnvironment"
     environment.settings = {"command": ["python", "agent.py"]}
 
-The program gets the task as JSON on stdin, and in its environment variables the address and key of a loopback
-HTTP endpoint: a server of OpenAI's chat completions and responses and of Anthropic's messages, which the
-policy answers. Each request is a model turn; messages that it adds to the conversation are the observation.
-The reward is the content of the BAPO_REWARD_FILE file, the exit code, or the last printed word; without any,
-``reward.function`` judges.
+A worker starts the program, with the task as JSON on stdin, and in environment variables the address and key
+of a loopback HTTP endpoint, where the policy answers OpenAI's chat completions and responses and Anthropic's
+messages. Each request is a model turn; messages that it adds to the conversation are the observation. The
+reward is in the file named by BAPO_REWARD_FILE, else the last printed word or, by a setting, 1 for exit code
+0 and 0 for others; without any, ``reward.function`` judges.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SHOWN = 500
 
 
 class EndpointEnvironment(LoopEnvironment):
-    """Episode of one agent program, which runs from the first turn to its own end. For an agent without a
-    process override ``run``, which gets the endpoint's address and key and returns the reward or None."""
+    """Episode of one agent program, which starts at the first turn; its end ends the episode. For an agent
+    without a process override ``run``, which gets the endpoint's address and key and returns the reward."""
 
     settings_type = AgentSettings
     wants_tokens = True
 
     async def run(self, base_url: str, key: str) -> float | None:
-        """Run the agent against the endpoint. Returns its reward, or None."""
+        """Run the agent against the endpoint. Return its reward, or None. Raises ProgramError if it fails."""
         task, variables = agent_program.given_task(self.task), agent_program.given_variables(base_url, key)
         keeps_log = self.logs_dir is not None
         end = await agent_program.run_agent(
@@ -81,7 +81,7 @@ class EndpointEnvironment(LoopEnvironment):
         return ProgramError(" ".join([*parts, end.errors[-_SHOWN:].strip()]).strip())
 
     async def play(self, ask: Ask) -> float | None:
-        """Give the program an endpoint while it runs."""
+        """Open an endpoint for the episode, and return the reward of ``run``."""
         self._takes_tools = bool(self.settings.get("tools_in_prompts"))
         self._row_tools = [] if self._takes_tools else self.task.extra_info.get(PROMPT_TOOLS, [])
         tools = [*self.tools, *self._row_tools]

@@ -1,8 +1,8 @@
-"""Environment written as a coroutine: a user's ``async def play(self, ask)``; each ``ask`` is a turn.
+"""Base class of environments written as a coroutine: ``async def play(self, ask)``; each ``ask`` is a turn.
 
 Subclass ``LoopEnvironment`` and define ``play``: it awaits ``ask(observation)`` for the model's next turn,
-and returns the reward. After a kill a new object runs ``play`` again and answers its questions with the turns
-in the journal, in any order, so ``play`` must repeat its questions. Imports only the standard library.
+and returns the reward. After a kill a new object runs ``play`` again and answers its questions with the
+journal's turns, so ``play`` must ask the same questions, in any order. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, ClassVar, Literal
 from bapo_megatron.environment import Environment, Reply, SampledTurn, Task
 
 Ask = Callable[[str | Sequence[str] | None], Awaitable[SampledTurn]]
-"""Asks the model: takes the observation, one text or several as in ``Reply``, and returns the model's next
-turn. The first question is the prompt: None, or its text."""
+"""Function that takes an observation, one text or several as in ``Reply``, and returns the model's next turn.
+The first observation must be the prompt: None, or its text."""
 
 
 OTHER_S = 10.0
-"""Seconds that a replay waits for the journal's question while the loop asks others."""
+"""Seconds that a replay waits for the journal's question while the loop asks only others."""
 
 
 class Question:
-    """A question of ``play`` that waits for the model: its ``Reply``, and a future of the answer."""
+    """Question of ``play`` that waits for the model: its ``Reply``, and a future for the answer."""
 
     def __init__(self, reply: Callable[[int], Reply]) -> None:
         """``reply`` returns the question as a reply, given the number of model turns so far."""
@@ -34,8 +34,8 @@ class Question:
 
 
 class LoopEnvironment(Environment):
-    """Base class of environments in the form of a coroutine: define ``play``. Turns its questions into
-    observations, and the model's turns into answers; the end of ``play`` ends the episode."""
+    """Base class of environments in the form of a coroutine: define ``play``. ``step`` converts its questions
+    into observations, and the model's turns into answers; the end of ``play`` ends the episode."""
 
     role: ClassVar[Literal["tool", "user"]] = "user"
 
@@ -50,9 +50,9 @@ class LoopEnvironment(Environment):
         self._is_asking = self._is_closed = False
 
     async def play(self, ask: Ask) -> float | None:
-        """Play the episode: ``await ask(observation)`` returns the model's next turn. Its end ends the
-        episode. Returns the reward; with None, ``reward.function`` judges the last turn. Given equal answers
-        it must ask equal questions, or the response starts over after a kill."""
+        """Play the episode: ``await ask(observation)`` returns the model's next turn. Returning ends the
+        episode, with the reward, or None for ``reward.function`` to judge the last turn. For equal answers it
+        must ask equal questions, or the response starts over after a kill."""
         raise NotImplementedError
 
     async def step(self, turn: str) -> Reply:

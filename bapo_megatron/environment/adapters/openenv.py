@@ -3,9 +3,9 @@
     environment.function = "bapo_megatron.environment.adapters.openenv:OpenEnv"
     environment.settings = {"url": "http://localhost:8000", "action": "message", "observation": "text"}
 
-``extra_info.reset`` of a dataset row holds the arguments of the server's reset. After the loss of a session a
-new one replays the actions, which must give the same observations: a server with random draws needs a seed,
-``{"reset": {"seed": 3}}``. The server's step rewards are summed. Tested with openenv-core 0.3.0.
+``extra_info.reset`` of a dataset row has the arguments of the server's reset. After the loss of a session the
+actions are replayed in a new one and must give the same observations: a server with random draws needs a
+seed, ``{"reset": {"seed": 3}}``. The server's step rewards are summed. Tested with openenv-core 0.3.0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bapo_megatron.environment.tools.calls import answer_part
 
 
 class OpenEnv(Environment):
-    """Episode of one session on an OpenEnv server. ``step`` is async, so one worker holds thousands."""
+    """Episode on an OpenEnv server. ``step`` is async, so one worker holds thousands of episodes."""
 
     role: ClassVar[Literal["tool", "user"]] = "user"
     settings_type = OpenEnvSettings
@@ -36,7 +36,7 @@ class OpenEnv(Environment):
         """Actions so far, with the observation after each."""
 
     async def step(self, turn: str) -> Reply:
-        """Send the action to the session, which the first step opens."""
+        """Send the action to the session; the first step opens it. Raises ValueError if a replay differs."""
         action = answer_part(turn).strip()
         try:
             reply = await self._reply(action)

@@ -3,8 +3,8 @@
     environment.function = "bapo_megatron.environment.adapters.textarena:TextArena"
 
 A row's ``extra_info`` has the game and its seed, ``{"env_id": "GuessTheNumber-v0", "seed": 3}``, and its
-prompt ends with the game's first observation; ``rows`` generates such rows. A lost game is rebuilt by its
-moves. Tested with textarena 0.7.4; games with word lists need those of nltk, which textarena downloads.
+prompt ends with the game's first observation; ``rows`` generates such rows. A lost game is replayed from its
+moves. Tested with textarena 0.7.4; games with word lists need nltk's, which textarena downloads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bapo_megatron.environment.tools.calls import answer_part
 
 
 class TextArena(Environment):
-    """Episode of one game, from the seed in ``extra_info``. The last reply has the player's reward."""
+    """Episode of one game, from the seed in ``extra_info``. Raises ValueError for another game's prompt."""
 
     role: ClassVar[Literal["tool", "user"]] = "user"
     settings_type = TextArenaSettings
@@ -38,7 +38,7 @@ class TextArena(Environment):
             raise ValueError(f"{told}: make the dataset with `rows` of {__name__}")
 
     def step(self, turn: str) -> Reply:
-        """Make the move: the turn without its thinking part. The last reply has the player's reward."""
+        """Make the move: the turn without its thinking part. The game's end gives the player's reward."""
         over, _ = self._game.step(action=answer_part(turn).strip())
         if over:
             return Reply(None, reward=reward_of(*self._game.close()))
@@ -71,7 +71,7 @@ def reward_of(rewards: Mapping[int, Any], about: Mapping[int, Mapping[str, Any]]
 
 
 def rows(env_id: str, seeds: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """Yield dataset rows in the fields of ``data.path``: one game per seed."""
+    """Yield rows with the fields of ``data.path``: one game per seed."""
     for seed in seeds:
         yield {
             "data_source": f"textarena/{env_id}",

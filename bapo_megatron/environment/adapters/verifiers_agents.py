@@ -1,7 +1,7 @@
 """The ``agents`` argument of a verifiers v1 environment's ``run(task, agents)``, played by the policy.
 
-Every agent, by any name, samples the policy's turns and records them in a ``verifiers`` trace, which the task
-scores. An episode has one conversation, hence one trace; a second one raises ValueError.
+Every agent, by any name, gets the policy's turns and records them in a ``verifiers`` trace, which the task
+scores. An episode has one conversation, hence one trace; starting a second raises ValueError.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import verifiers.v1 as vf
 
 
 class Agents(SimpleNamespace):
-    """Object whose every attribute is an agent, the policy; also holds ``ask`` and the agents' traces."""
+    """Object with the policy as an agent under any name, and the episode's ``ask``, traces and prompt."""
 
     def __getattr__(self, name: str) -> _Agent:
         return _Agent(name, self)

@@ -4,8 +4,8 @@
     environment.settings = {"taskset": {"id": "my-taskset"}, "env": {}}
 
 ``settings`` are verifiers' own; a row's ``extra_info`` has the task index, ``{"idx": 3}``, and ``rows``
-generates such rows. The reward is the sum over the policy's traces. Whatever needs a verifiers sandbox (some
-rewards, all harnesses) is not supported. Tested with 0.4.0.
+generates such rows. The reward is the sum of those of the policy's traces. Whatever needs a verifiers sandbox
+(some rewards, all harnesses) is not supported. Tested with 0.4.0.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def loaded(settings: str) -> Any:
 
 
 def rows(settings: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
-    """Yield dataset rows in the fields of ``data.path``: the first ``count`` tasks with system prompts."""
+    """Yield rows with the fields of ``data.path``: the first ``count`` tasks, with their system prompts."""
     for task in itertools.islice(iter(loaded(json.dumps(settings)).taskset), count):
         prompt = [{"role": message.role, "content": message.content} for message in prompt_of(task)]
         judged = {

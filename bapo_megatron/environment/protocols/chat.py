@@ -1,8 +1,8 @@
-"""Inner form of agent programs' requests and replies, and the ``Protocol`` of an HTTP API around it.
+"""Common form of agent programs' requests and replies, and ``Protocol``, its translation for one HTTP API.
 
-The endpoint (``server.py``) serves several HTTP APIs, each described by a ``Protocol``: its ``read`` parses a
-request body into a ``ChatRequest``, and ``whole`` or ``events`` format an ``Answered``, made by ``answered``
-from the policy's turn, as the reply. Also has their shared helpers. Imports only the standard library.
+The model endpoint (``server.py``) serves several HTTP APIs, each described by a ``Protocol``: ``read`` parses
+a request body into a ``ChatRequest``, and ``whole`` or ``events`` format an ``Answered``, which ``answered``
+makes of the policy's turn, as the reply. Also has helpers of the APIs. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bapo_megatron.environment.tools.calls import tool_calls, without_calls
 
 
 class Refused(Exception):
-    """Refusal of a program's request: HTTP ``status`` and ``reason``. The protocol formats it."""
+    """Raised to refuse a program's request: HTTP ``status``, and the reason as its text."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -44,7 +44,7 @@ class ToolUse(NamedTuple):
 
 @dataclass(frozen=True)
 class Answered:
-    """The policy's turn as a reply: id, text without calls, tool calls, tokens. Made by ``answered``."""
+    """The policy's turn for the reply, from ``answered``: id, text without calls, tool calls, tokens."""
 
     name: str
     """Unique for each turn, since programs store answers and calls by id; stable across replays."""
@@ -58,8 +58,7 @@ class Answered:
 
     @property
     def log_probs(self) -> list[dict[str, Any]]:
-        """Sampled tokens with log-probs in OpenAI's format. Tokens that are part of a character have no
-        bytes."""
+        """Sampled tokens with log-probs in OpenAI's format; ``bytes`` is None for part of a character."""
         return [
             {
                 "token": token.text,
@@ -72,7 +71,7 @@ class Answered:
 
 
 def answered(name: str, turn: SampledTurn, request: ChatRequest) -> Answered:
-    """Return the model's turn as a reply: text and calls. Unreadable calls stay in the text."""
+    """Return the policy's turn as text and calls, for the reply. Malformed calls stay in the text."""
     parsed = tool_calls(turn, request.tools) if request.takes_calls else []
     called = [call for call in parsed if call.problem is None]
     calls = [ToolUse(f"{name}_{place}", call.name, call.arguments) for place, call in enumerate(called)]
@@ -106,7 +105,7 @@ def event(data: Mapping[str, Any] | str, name: str | None = None) -> bytes:
 
 
 def refuse_others(body: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise Refused for a field with none of its values in ``fields``: others change the reply's form."""
+    """Raise Refused if a field has none of its values in ``fields``: others change the reply's form."""
     for name, allowed in fields.items():
         if body.get(name) not in allowed:
             raise Refused(400, f"{name}={body[name]!r} is not offered here: leave it out")
@@ -121,8 +120,7 @@ def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def text_of(place: str, content: Any, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a content: text, or a list of parts of types ``kinds``. Raises Refused for
-    others."""
+    """Return a content's text, from text or a list of parts of types ``kinds``. Raises Refused for others."""
     parts = content or []
     if isinstance(parts, str):
         return parts

@@ -1,4 +1,4 @@
-"""Server side of OpenAI's chat completions, ``POST /v1/chat/completions``, for agent programs.
+"""Server side of OpenAI's chat completions API, ``POST /v1/chat/completions``, for agent programs.
 
 ``CHAT_COMPLETIONS`` is its ``Protocol`` (chat.py): parses a request body into a ``ChatRequest``, and formats
 the policy's turn (``Answered``) as a whole or streamed reply, with tool calls and log-probs.

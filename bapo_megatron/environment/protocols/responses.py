@@ -1,7 +1,7 @@
 """Server side of OpenAI's responses API, ``POST /v1/responses``, for agent programs.
 
 ``RESPONSES`` is its ``Protocol`` (chat.py): translates a request body's input items into a ``ChatRequest``,
-and formats the policy's turn (``Answered``) as output items, whole or streamed. Keeps no server-side state.
+and formats the policy's turn (``Answered``) as output items, whole or streamed. Refuses server-side state.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Model endpoint of agent programs: a loopback HTTP server, in a worker's event loop, answered by the policy.
 
-``opened(key, questions)`` registers an episode's API key, starts the server at the first call, and returns
-its base URL; ``closed(key)`` ends the episode. Requests of the key go to its ``EpisodeQuestions``. A turn is
-sampled to its end even if the client disappears, and a retry receives it. Needs aiohttp.
+``await opened(key, questions)`` registers an episode's API key, starts the server on the first call, and
+returns its base URL; ``closed(key)`` ends the episode. Requests with the key go to its ``EpisodeQuestions``.
+A turn is sampled to its end even if the client disappears, and a retry gets it. Needs aiohttp.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class _Question:
 
 
 class EpisodeQuestions:
-    """The requests of one episode, each asked of the policy once, even if the client repeats it: as a retry
+    """The requests of one episode. The policy answers each once, even if the client repeats it: as a retry
     (``Idempotency-Key``, or ``x-stainless-retry-count`` of OpenAI's and Anthropic's clients), or as an equal
     request before an answer was written. ``question`` yields a request's ``_Question`` with its answer."""
 
     def __init__(self, ask: Callable[[ChatRequest], Awaitable[SampledTurn]]) -> None:
-        """``ask`` returns the model's turn for a request. It raises ``Refused``."""
+        """``ask`` returns the policy's turn for a request, or raises ``Refused``."""
         self._ask = ask
         self._questions: dict[str, _Question] = {}
         """By idempotency key and request digest."""
@@ -79,7 +79,7 @@ class EpisodeQuestions:
         """Why the last request got no answer; empty if it got one."""
 
     def note_refused(self, refused: Refused) -> None:
-        """Keep why the last request got no answer."""
+        """Record a refusal as the ``problem`` of the last request."""
         self.problem = f"Its request was refused: {refused}"
 
     @asynccontextmanager

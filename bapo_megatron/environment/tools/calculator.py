@@ -1,10 +1,10 @@
-"""Calculator environment: ``Calculator`` evaluates arithmetic in the model's turns exactly.
+"""Calculator environment: ``Calculator`` evaluates arithmetic expressions in the model's turns.
 
     environment.function = "bapo_megatron.environment.tools.calculator:Calculator"
     environment.settings = {"format": "plain"}
 
-The observation is the value of each call in the turn. A turn without a call is the answer: it ends the
-episode, and ``reward.function`` judges it. Imports only the standard library.
+The observation is the value of each call in the turn, or an error. A turn without a call is the answer: it
+ends the episode, and ``reward.function`` judges it. Imports only the standard library.
 """
 
 from __future__ import annotations

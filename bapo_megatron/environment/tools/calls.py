@@ -37,7 +37,7 @@ Tools = Sequence[Any]
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call in a turn: name and arguments, or an error for the model if it is malformed."""
+    """Tool call in a turn: name and arguments, or ``problem`` if it is malformed."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -46,8 +46,8 @@ class Call:
 
 
 def answer_part(turn: str) -> str:
-    """Return the turn without its thinking part, so that calls within thoughts do not count, even in unclosed
-    thoughts. A thinking tag within a call's argument is text."""
+    """Return the turn without its thinking part, even an unclosed one, so that calls within it do not count.
+    A thinking tag within a call's argument is text."""
     for whole in (turn, turn.partition("</think>")[2]):  # Llama call
         if _TAG.search(whole) and any(call.problem is None for call in _object_alone(whole)):
             return whole
@@ -86,8 +86,8 @@ def tool_calls(turn: str, tools: Tools | None = None) -> list[Call]:
 
 
 def without_calls(turn: str) -> str:
-    """Return the text of a turn with calls, without the calls and the thinking part. Malformed calls stay, so
-    that the reader can report the error. Empty for a turn that is a bare JSON object."""
+    """Return the text of a turn that has calls, without these and the thinking part. Malformed calls stay, so
+    that an agent program sees them. Empty for a turn that is a bare JSON object."""
     text = answer_part(turn)
     if not _CALL.search(text):
         return ""
@@ -173,7 +173,7 @@ def typed(value: str, kind: Any) -> Any:
 
 
 def argument(call: Call, tool: str, name: str) -> str:
-    """Return the text argument ``name`` of a call of ``tool``. Raises ValueError, for the model."""
+    """Return the text argument ``name`` of a call of ``tool``. Raises ValueError, for the model to read."""
     if call.problem:
         raise ValueError(call.problem)
     if call.name != tool:
@@ -185,5 +185,5 @@ def argument(call: Call, tool: str, name: str) -> str:
 
 
 def results(texts: list[str]) -> str | list[str]:
-    """Return the observation for a turn's calls: one message each."""
+    """Return the observation for the results of a turn's calls: one message each."""
     return texts[0] if len(texts) == 1 else texts

@@ -1,15 +1,15 @@
-"""Python tool: an environment that runs code in the model's turns and returns the printed output.
+"""Python tool: an environment that runs the code in the model's turns and returns its output.
 
     environment.function = "bapo_megatron.environment.tools.python_tool:PythonTool"
     environment.settings = {"format": "fenced"}
 
 A call sees the definitions of earlier calls, as in a notebook. Nothing runs between calls: each call silently
-repeats the earlier ones in a fresh sandbox (docs/rewards.md#the-sandbox), the one that the code reward uses.
-So an episode costs no process while the model samples, and survives a kill. Draws of earlier calls are seeded
-(``random``, numpy's global generator, set order); clock readings and draws from the system, such as numpy's
-``default_rng()``, differ. A turn without a call is the answer: it ends the episode, and ``reward.function``
-judges it. A call costs a sandbox (about 20 per second and core: benchmarks/results/settled.md) plus the time
-of earlier calls.
+repeats the earlier ones, except those that timed out or ended their interpreter, in a fresh sandbox, as the
+code reward uses (docs/rewards.md#the-sandbox). So an episode costs no process while the model samples, and
+survives a kill. Repeated draws are seeded (``random``, numpy's global generator, set order); clock readings
+and draws from the system, such as numpy's ``default_rng()``, differ. A turn without a call is the answer: it
+ends the episode, and ``reward.function`` judges it. A call costs a sandbox (about 20 per second and core:
+benchmarks/results/settled.md) plus the time of earlier calls.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ _KEPT = "nothing of this call is kept"
 
 class PythonTool(Environment):
     """Episode with a Python session: ``step`` returns the output of a turn's calls. ``step`` is a plain
-    function, so a worker runs at most 32 at once."""
+    function, so a worker runs at most 32 at a time. Raises ConfigError for missing walls of the sandbox."""
 
     resume = "restore"
     settings_type = PythonSettings

@@ -1,15 +1,15 @@
 """Canary batch: random sequences for ``bapo verify-parallel`` and the resume check, without a dataset.
 
-``canary_sequences(spec, bounds)`` draws them; ``unscored`` returns samples for a first forward pass, and
-``scored`` samples with rollout log-probs from that pass. Random tokens are improbable under any model, so
-realistic rollout log-probs cannot be drawn in advance: they are the reference layout's measured log-probs
-minus a drawn log-ratio. Other layouts read them from the layout reference, so all layouts get equal inputs.
+``canary_sequences(spec, bounds)`` draws them. In verify-parallel, the reference layout makes a forward pass
+over ``unscored(sequences)`` and passes its log-probs to ``scored``, which returns the batch's samples: their
+rollout log-probs are the measured ones minus drawn log-ratios, since random tokens are improbable under any
+model. Other layouts read these samples from a file. The resume check uses those of ``with_token_indices``.
 
-Log-ratios and advantages are drawn so that results do not depend on rounding: no ratio is close to a bound
-that the search tries, and the search stops between two of these, after it has moved. Nor do results depend on
-router ties, where rounding could swap two almost equally likely experts: in a mixture of experts every
-position replays a random route. The router's probabilities weigh a route's experts, so they are compared; its
-choice is not.
+Results must not depend on rounding. So no ratio is close to a bound that BAPO's search tries, and ``scored``
+scales positive advantages to put the search's target between the contributions at two consecutive pairs of
+bounds: every layout stops at the same pair, after both bounds have moved. Both checks give samples for a
+mixture of experts random routes (``with_random_routes``), because rounding could swap two almost equally
+likely experts: they test the router's probabilities, not its choice.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _SPREAD = 0.6
 
 @dataclass(frozen=True)
 class CanarySpec:
-    """Parameters of a canary batch: seed, tokens, longest sequence, vocabulary. Equal ones, equal batches."""
+    """Parameters of a canary batch: seed and sizes. Equal ones, with equal bounds, give equal batches."""
 
     seed: int
     tokens: int
-    """Tokens of all sequences together, minus a remainder of less than two."""
+    """Tokens of all sequences together; the batch may have one fewer."""
     longest: int
     """Tokens of the longest sequence."""
     vocab: int
@@ -71,8 +71,8 @@ def unscored(sequences: Sequence[CanarySequence]) -> list[Sample]:
 
 
 def with_token_indices(sequences: Sequence[CanarySequence]) -> list[Sample]:
-    """Return samples with each response token's index (0, 1, ...) as its rollout log-prob. The index
-    identifies a token in any pack and on any rank."""
+    """Return samples with each response token's index in the batch (0, 1, ...) as its rollout log-prob, which
+    identifies the token in any pack and on any rank."""
     ends = np.cumsum([len(sequence.log_ratio_R) for sequence in sequences])
     return [
         _sample(sequence, np.arange(end - len(sequence.log_ratio_R), end, dtype=np.float32))
@@ -100,7 +100,8 @@ def with_random_routes(samples: Sequence[Sample], seed: int, model: ModelShape) 
 def scored(
     sequences: Sequence[CanarySequence], log_probs: Sequence[np.ndarray], bounds: BoundsConfig, loss_mean: str
 ) -> list[Sample]:
-    """Return samples with rollout log-probs: the reference's measured ones minus the drawn log-ratios."""
+    """Return samples with the measured ``log_probs`` minus the drawn log-ratios as rollout log-probs, and
+    positive advantages scaled (``_positive_scale``)."""
     samples = [
         _sample(one, (log_prob[-len(one.log_ratio_R) :] - one.log_ratio_R).astype(np.float32))
         for one, log_prob in zip(sequences, log_probs, strict=True)
@@ -134,7 +135,7 @@ def _sequence(
 
 
 def _off_the_edges(log_ratio_R: np.ndarray, bounds: BoundsConfig) -> np.ndarray:
-    """Move each log-ratio into the middle half of its bin between candidate bounds, away from rounding."""
+    """Move each log-ratio into the middle half of its interval between candidate bounds."""
     candidates = [*low_values(bounds), *high_values(bounds)]
     edges = np.log(sorted({*candidates, bounds.dual_clip or candidates[-1]}))
     edges = np.concatenate([edges[:1] - 1.0, edges, edges[-1:] + 1.0])
@@ -153,11 +154,11 @@ def _sample(sequence: CanarySequence, rollout_log_prob_R: np.ndarray) -> Sample:
 def _positive_scale(
     sequences: Sequence[CanarySequence], samples: Sequence[Sample], bounds: BoundsConfig, loss_mean: str
 ) -> float:
-    """Return the scale of positive advantages with which the search moves, and stops between two candidates.
+    """Return the factor of positive advantages that puts the target between two pairs of bounds.
 
-    The sums P are linear in it. It puts the target halfway (in P / N) between the best pair of bounds so far
-    and the next better one, about three quarters along the search, where both bounds have moved. 1 if no pair
-    is better than the first (fixed bounds), or one sign has no weight.
+    The sums P are linear in it. In log(P / N) the target is halfway between the best pair so far and the next
+    better one, about three quarters along the search, where both bounds have moved. Returns 1 if no pair is
+    better than the first (fixed bounds), or one sign has no weight.
     """
     sums = _sums(sequences, samples, bounds, loss_mean)
     highs = len(high_values(bounds))

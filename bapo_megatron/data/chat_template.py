@@ -1,10 +1,11 @@
-"""Chat template of a tokenizer: converts a conversation to token ids, keeping what messages say plain text.
+"""Chat template of a tokenizer: converts a conversation to token ids, without injected control tokens.
 
-``chat_template_of(tokenizer).token_ids(messages)`` returns the ids. Anyone who writes a question, a tool
-result or a response could spell ``<|im_end|>``, which a tokenizer turns into a token: a turn that nobody
-took. So each *control token* in a message gets a mark after its first character before the template renders
-it, and the pieces between marks are tokenized separately. The template's own control tokens stay tokens.
-Without such spellings the ids equal ``apply_chat_template``'s.
+``chat_template_of(tokenizer).token_ids(messages)`` returns the ids. A question, tool result or response may
+contain the text ``<|im_end|>``, which a tokenizer would encode as the token that ends a turn. So before the
+template renders a message, a mark is inserted after the first character of each control token in its text
+(``is_control``; in tool results, of every added token). The rendered text is split at the marks, and the
+pieces are tokenized separately: the template's own control tokens stay tokens, those of messages become
+ordinary text. If no text has a mark, the ids are ``apply_chat_template``'s.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ INVISIBLE = "\u200b"
 """Mark in texts that a server tokenizes: a zero-width space."""
 
 _MARKUP = re.compile(r"<([|\uff5c]).+\1>", re.DOTALL)
-"""Form of chat markup, ``<|im_start|>``, with full-width bars in DeepSeek's files; not always special there.
-"""
+"""Form of chat markup, ``<|im_start|>``, full-width bars in DeepSeek's files; there not always special."""
 
 _WORDS = (THINKING, THOUGHT, "<tool_call>", "</tool_call>")
 
@@ -38,7 +38,7 @@ _SHOWN_CHARACTERS = 16
 
 
 def is_control(text: str, special: bool) -> bool:
-    """Whether an added token frames a conversation: special tokens and those of the markup form.
+    """Whether an added token is a control token: it is special, or has the form of chat markup.
 
     ``<think>`` and ``<tool_call>`` are words that a prompt may use, even if listed as special. One-character
     tokens, some models' padding, are ordinary.
@@ -48,8 +48,8 @@ def is_control(text: str, special: bool) -> bool:
 
 
 class ChatTemplate:
-    """Chat template of one tokenizer, from ``chat_template_of``: ``token_ids`` of a conversation, ``text`` of
-    it with marks in spelled control tokens. Stateless, so threads may share it."""
+    """Chat template of one tokenizer, from ``chat_template_of``. ``token_ids`` returns a conversation's ids,
+    ``text`` the rendered text with marks. Stateless, so threads may share it."""
 
     def __init__(self, tokenizer: Any) -> None:
         added = {
@@ -63,7 +63,7 @@ class ChatTemplate:
     def token_ids(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), opens: bool = True
     ) -> list[int]:
-        """Return a conversation's token ids. ``opens``: up to the start of the model's next turn."""
+        """Return a conversation's token ids. ``opens``: including the start of the model's next turn."""
         mark = absent_mark(messages, tools)
         return self.encode(self.text(messages, mark, tools, opens), mark)
 
@@ -75,8 +75,8 @@ class ChatTemplate:
         opens: bool = True,
         given: bool = False,
     ) -> str:
-        """Render a conversation, with ``mark`` in each control token that a message spells; in tool results,
-        and with ``given`` (an environment's) in all messages, in every added token."""
+        """Render a conversation, with ``mark`` in each control token of its messages. Every added token is
+        marked in tool results, and with ``given`` (all text is an environment's) in all messages."""
         return self.rendered([self.cut(one, mark, given) for one in messages], mark, tools, opens, given)
 
     def cut(self, message: Message, mark: str, given: bool) -> Message:
@@ -100,18 +100,18 @@ class ChatTemplate:
         return rendered
 
     def plain(self, text: str, mark: str) -> str:
-        """Return a text with ``mark`` in each control token that it spells."""
+        """Return a text with ``mark`` in each of its control tokens."""
         return self.control.sub(rf"\g<0>{mark}", text)
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """Return the token ids of a text whose marks separate pieces."""
+        """Return the token ids of a text, split at its marks."""
         pieces = text.split(mark)
         return [
             token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False)
         ]
 
     def ids_of_text(self, text: str) -> list[int]:
-        """Return the token ids of an assistant's text, without its frame."""
+        """Return the token ids of an assistant's text, without the template's tokens around it."""
         mark = absent_mark(text)
         return self.encode(self.plain(text, mark), mark)
 
@@ -127,8 +127,8 @@ def chat_template_of(tokenizer: Any) -> ChatTemplate:
 
 
 def spelled_control_token(messages: Iterable[Message], tokenizer: Any = None) -> str | None:
-    """Return the beginning of the first control token, of this tokenizer or any known model, that a message
-    spells, else None. The model receives it as text, even in an already rendered prompt."""
+    """Return the beginning of the first control token, of this tokenizer or any known model, in the messages'
+    text, else None. The model receives it as text, even in an already rendered prompt."""
     known = [_OF_ANY_MODEL, *([chat_template_of(tokenizer).control] if tokenizer is not None else [])]
     for text in (str(one.get("content") or "") for one in messages):
         if found := next(filter(None, (one.search(text) for one in known)), None):
@@ -142,7 +142,7 @@ def plain_for_any_model(text: str) -> str:
 
 
 def absent_mark(*said: Any) -> str:
-    """Return a word absent from ``said``: to contain it, the text would have to know its own digest."""
+    """Return a word absent from ``said``: to contain it, the text would have to contain its own digest."""
     return f"cut{hashlib.sha256(repr(said).encode(errors='backslashreplace')).hexdigest()[:24]}q"
 
 

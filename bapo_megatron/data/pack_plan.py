@@ -9,8 +9,8 @@ do not depend on order: every rank computes the same plan without communication.
    cheapest pack with room (longest processing time first); if one finds no room, best fit's packs are used.
 2. Packs are dealt to the ranks, equally many each.
 3. Exchanges of documents and packs balance the ranks, then the packs within each rank: the heaviest group
-   exchanges with a lighter one. If two groups weighing H > L shift the weight s, they differ by
-   |(H - L) - 2 s| afterwards; the feasible exchange with the smallest such difference is made.
+   exchanges with a lighter one. If an exchange moves the weight s from a group of weight H to one of weight
+   L < H, they then differ by |(H - L) - 2 s|; the feasible exchange with the smallest difference is made.
 
 Packs of one length (``fixed_length``) have the same linear cost, full or not. There step 1 counts tokens,
 which keeps the common length short, and the other steps count only attention.
@@ -40,7 +40,7 @@ _NOTHING = -1
 
 @dataclass(frozen=True)
 class Documents:
-    """Input of the packing: tokens and weight (compute) of each document, and a pack's capacity in tokens."""
+    """Input of the packing: length and compute cost of each document, and a pack's capacity."""
 
     tokens: np.ndarray
     """Tokens of each document, padding included, int64."""
@@ -54,8 +54,7 @@ class Documents:
 
 
 class _Exchange(NamedTuple):
-    """A possible exchange between two groups of packs, of two documents (or one and ``_NOTHING``) or of two
-    packs: which, the weight it moves, and the groups' difference after it."""
+    """A possible exchange between two groups: of two documents (or one and ``_NOTHING``), or of two packs."""
 
     difference: int
     """Weight difference of the groups afterwards."""
@@ -68,7 +67,8 @@ class _Exchange(NamedTuple):
 
 
 def balance(groups: list[list[Pack]], documents: Documents, slack: float, work: int = MAX_WORK) -> None:
-    """Balance ``groups`` in place until none exceeds the mean by more than ``slack``, or nothing helps."""
+    """Balance ``groups`` in place until none exceeds the mean by ``slack``, nothing helps, or ``work`` is
+    done."""
     totals = [sum(documents.weight(pack) for pack in group) for group in groups]
     mean = sum(totals) / len(groups)
     while True:

@@ -1,9 +1,9 @@
 """Sequence packing: ``pack_samples`` turns an update's samples into this rank's ``thd`` micro-batches.
 
-``updates_of_step`` splits a step's groups into updates. The only shift to predicting positions is here: a
-sample of n tokens has n - 1, and position i has token i as input and token i + 1 as label, with all per-token
-columns of that label. All ranks compute the same plan from the same numbers (``pack_plan.py``), and each
-builds its own packs without communication: only ranks that pack a ``StoredSample`` read its columns.
+``updates_of_step`` splits a step's groups into updates. Only this module shifts tokens to the positions that
+predict them: a sample of n tokens has n - 1 positions; position i has token i as input, token i + 1 as label,
+and the per-token columns of that label. All ranks compute the same plan from the same numbers
+(``pack_plan.py``), without communication, and each loads only the samples of its own packs.
 
 Shapes: ``_R`` tokens of a response, ``_T`` tokens of a pack, ``_N`` trained tokens of a response.
 """
@@ -35,7 +35,7 @@ _PADDING_DOCUMENT = 512
 
 
 def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -> list[list[T]]:
-    """Return a step's mini-batches: groups in random order, spread evenly over at most ``updates`` updates.
+    """Return a step's mini-batches: groups, shuffled by ``seed``, spread evenly over at most ``updates``.
 
     Groups are not split: a group's advantages sum to zero, so every update has both signs, unless
     ``algorithm.corrections`` later reject all responses of one sign.
@@ -48,7 +48,7 @@ def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -
 def updates_of_step(
     groups: Sequence[T], epochs: int, updates: int, seed: int, step: int
 ) -> list[tuple[int, list[T]]]:
-    """Return all updates of ``step`` in order, each with its pass number; every pass is split anew."""
+    """Return all updates of ``step`` in order, each as (pass number, groups); every pass is split anew."""
     return [
         (epoch, part)
         for epoch in range(epochs)
@@ -91,14 +91,13 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _loss_weights(samples: Sequence[TrainingSample], loss_mean: str, constant: int) -> list[float]:
-    """Return each sample's token weight in the loss: 1, or for a mean over sequences ``(sum_j n_j / N) /
-    n_i``.
+    """Return each sample's token weight in the loss: 1, or for a mean over sequences (sum_j n_j / N) / n_i.
 
-    For `constant` ``n_i`` is the same number for all sequences (Dr. GRPO, arXiv 2503.20783).
+    For `constant` n_i is the same number for all sequences (Dr. GRPO, arXiv 2503.20783).
 
     The loss sum is then divided by the number of trained tokens. With N sequences of n_i trained tokens,
-    sum_i (1 / N) sum_t l_it / n_i = (1 / sum_j n_j) sum_i sum_t l_it * (sum_j n_j / N) / n_i.
-    A sequence without trained tokens is not one of the N: it has no mean, and would only shrink the step.
+    sum_i (1 / N) sum_t l_it / n_i = (1 / sum_j n_j) sum_i sum_t l_it * (sum_j n_j / N) / n_i. A sequence
+    without trained tokens is not one of the N: it has no mean, and would only shrink the step.
     """
     if loss_mean == "token":
         return [1.0] * len(samples)

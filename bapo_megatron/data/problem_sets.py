@@ -1,8 +1,9 @@
 """Problem sets, loaded and checked for their reward: a run's training problems, and evaluation suites.
 
 ``load_problems`` returns the tokenized training problems of one file or several sources (``data.sources``),
-``load_suite`` a suite, from a folder of `bapo data prepare`, by name, or from a file. Both raise ConfigError
-for the first row that is invalid or cannot be scored.
+without those that are too long or outside the range of difficulties, which it counts. ``load_suite`` returns
+all problems of a suite, a folder of `bapo data prepare` or a file; a prompt that is too long is an error.
+Both raise ConfigError for the first row that is invalid or that the reward cannot score.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ def load_problems(
     tools: Mapping[str, Tools] = NO_TOOLS,
     begun: bool = False,
 ) -> PromptSet:
-    """Load the training problems, tokenized, with valid ground truths for their reward functions.
+    """Load the training problems, tokenized, with valid ground truths; drop by length and difficulty.
 
-    ``reward_function``: default of sources. ``tools``: environments' tools by source
+    ``reward_function``: that of sources without their own. ``tools``: environments' tools by source
     (``RunConfig.environments``). ``begun``: whether the run has steps, as in ``ground_truth_check``. Raises
-    ConfigError as ``load_prompts``.
+    ConfigError as ``load_prompts``, ``within_difficulty`` and ``check_prepared_for`` do.
     """
 
     def load(source: SourceConfig, name: str = "", field: str = "data.path") -> PromptSet:
@@ -73,7 +74,7 @@ def load_problems(
 
 
 def control_tokens_text(prompts: Sequence[Prompt], tokenizer: Any) -> str | None:
-    """Return a warning about prompts that spell a control token, as rendered ones do, or None."""
+    """Return a warning about prompts whose text contains control tokens, as rendered ones do, or None."""
     spelled = [(one, spelled_control_token(one.messages, tokenizer)) for one in prompts]
     spelling = [(prompt, token) for prompt, token in spelled if token]
     if not spelling:
@@ -88,7 +89,7 @@ def control_tokens_text(prompts: Sequence[Prompt], tokenizer: Any) -> str | None
 
 
 def missing_files(data: DataConfig) -> Iterator[str]:
-    """Yield errors of all missing training files; ``load_problems`` raises one of them."""
+    """Yield an error for each missing training file; ``load_problems`` raises only the first."""
     for source in data.files:
         if not source.file.is_file():
             field = f"data.sources[{source.name}].path" if data.sources else "data.path"
@@ -101,7 +102,7 @@ def _tools_digest(tools: Mapping[str, Tools]) -> str:
 
 
 def mixed(source: SourceConfig, prompts: PromptSet) -> MixedSource:
-    """Return a mixture's source from its configuration and loaded prompts."""
+    """Return a source for ``Mixture`` from its configuration and loaded prompts; hashes its file."""
     return MixedSource(source.name, len(prompts.prompts), source.weight, sha256_of(source.file))
 
 
@@ -155,7 +156,7 @@ def load_suite(
 
 
 def programs_of(suite: Suite, reward_function: str) -> frozenset[int]:
-    """Return indices of a suite's problems that ask for a program, which a boxed response does not answer."""
+    """Return indices of a suite's problems whose answer is a program; empty if the reward runs no code."""
     if not runs_code(reward_function):
         return frozenset()
     return frozenset(number for number, prompt in enumerate(suite.prompts) if is_tests(prompt.ground_truth))

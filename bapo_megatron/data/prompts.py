@@ -1,9 +1,9 @@
-"""Prompt dataset: reads and tokenizes problem files, and orders them reproducibly and resumably.
+"""Prompt dataset: reads a problem file, tokenizes its prompts, and orders them reproducibly.
 
-``load_prompts`` returns a file's ``PromptSet``, all in memory; ``data_order`` the order in which to take
-prompts, which mixes sources by weight. A row has Skywork-OR1-RL-Data's fields: ``prompt`` (chat messages),
-``reward_model.ground_truth``, ``data_source`` and ``extra_info``. Raises ConfigError for the first invalid
-row.
+``load_prompts`` returns a file's ``PromptSet``, all in memory. It drops and counts prompts that are too long,
+without a message; for the first invalid row it raises ConfigError. A row has ``prompt`` (chat messages),
+``reward_model.ground_truth``, ``data_source`` and ``extra_info``, as in Skywork-OR1-RL-Data. ``data_order``
+returns the order of the prompts, a function of the seed: epochs of one file, or sources mixed by weight.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class MixedSource:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Usable prompts of a dataset, tokenized, all in memory; with counts of dropped rows, and the sources."""
+    """Usable prompts of a dataset, tokenized, all in memory; with counts of dropped prompts, and sources."""
 
     prompts: tuple[Prompt, ...]
     too_long: int
-    """Rows dropped for prompts longer than the run allows."""
+    """Number of prompts dropped because they are longer than the run allows."""
     found: int
-    """Prompts before the difficulty filter."""
+    """Number of prompts before the difficulty filter, without the too long ones."""
     sources: tuple[MixedSource, ...] = ()
     """Sources of the prompts in order; empty for a single file."""
     tools_sha256: str = ""
@@ -81,11 +81,11 @@ def load_prompts(
     begun: bool = False,
     field: str = "data.path",
 ) -> PromptSet:
-    """Load a dataset: read a JSONL or parquet file and tokenize its prompts with the chat template.
+    """Read a dataset file and tokenize its prompts; drop and count those above ``max_prompt_tokens``.
 
-    ``tools``: those of the environment that answers the responses. ``begun``: for a run with steps, whose
-    prompts stay, even those about images. ``field``: the setting that names the file. Raises ConfigError
-    naming file, row (the first is 0), field and fix.
+    ``tools``: the environment's. ``begun``: whether the run has steps: then prompts about images are
+    accepted. ``field``: the setting that names the file. Raises ConfigError naming file, row (the first is
+    0), field and fix; also if no prompt is left, or all are equal.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("model.hf_path: its tokenizer has no chat_template; add a chat_template.jinja")
@@ -171,7 +171,7 @@ class PromptOrder:
     (epoch, prompt index) pairs.
 
     An epoch's order depends only on (seed, epoch, stream) and the number of prompts, so the count of prompts
-    taken is the position to resume from. ``stream`` separates orders of one seed; 0 means none.
+    taken is the position to resume from. ``stream``: number of the source in a mixture.
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool, stream: int = 0) -> None:
@@ -194,7 +194,7 @@ class PromptOrder:
 
 
 def mixture_settings(sources: Sequence[MixedSource]) -> dict[str, Any]:
-    """Return the settings, by name, that fix a mixture's order (journals reject others)."""
+    """Return the settings, by name, that determine a mixture's order; a journal rejects other values."""
     if not sources:
         return {"data.sources": None}
     settings: dict[str, Any] = {"data.sources": [source.name for source in sources]}
@@ -210,10 +210,10 @@ def mixture_settings(sources: Sequence[MixedSource]) -> dict[str, Any]:
 class ProportionalInterleaving:
     """Proportional interleaving of sources, an endless sequence of indices: deterministic, by weight.
 
-    Source i has a share w_i of the prompts (w_i = weight_i / sum of weights). Of every first n prompts it has
-    n w_i, to within 1 - 1 / (2 k - 2) of a prompt for k > 1 sources; in general no rule is better (R.
-    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980), 323-330). With x_i prompts
-    taken from source i before the n-th, the n-th comes from the source which, among those with
+    Source i has a share w_i of the prompts (w_i = weight_i / sum of weights). For every n it has, of the
+    first n prompts, n w_i to within 1 - 1 / (2 k - 2) of a prompt for k > 1 sources; in general no rule is
+    better (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980), 323-330). With x_i
+    prompts taken from source i before the n-th, the n-th comes from the source which, among those with
 
         n w_i - x_i >= 1 / (2 k - 2),
 
@@ -260,8 +260,7 @@ class ProportionalInterleaving:
 
 class Mixture:
     """Data order of several sources: each in its own endless epochs (optionally shuffled), mixed by weight.
-    ``take`` returns (epoch, prompt index) pairs; the count of prompts taken is the position to resume from.
-    """
+    ``take`` returns (epoch, prompt index) pairs; the count of prompts taken is the position for a resume."""
 
     def __init__(self, sources: Sequence[MixedSource], seed: int, shuffle: bool) -> None:
         self._chairman = ProportionalInterleaving([source.weight for source in sources])

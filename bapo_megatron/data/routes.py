@@ -2,9 +2,9 @@
 
     RUN/journal/step_000001.routes.npy      uint8 (uint16 if experts need it) [tokens of the step, layers, K]
 
-With ``rollout.route_replay`` the sampler writes one by ``write_routes`` beside each step file, which stores a
-CRC per response; K is the number of experts per token. ``read_routes`` maps it and returns one response's
-rows. Uses only numpy, without loops over tokens: a sampler handles hundreds of thousands a second.
+With ``rollout.route_replay`` the sampler writes this file (``write_routes``) beside each step file, which
+stores its CRCs, one per response; K is the number of experts per token. On each rank, ``read_routes``
+memory-maps it and returns one response's rows, checked by CRC. ``route_problem`` checks those of an engine.
 """
 
 from __future__ import annotations

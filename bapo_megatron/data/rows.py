@@ -1,9 +1,9 @@
 """Rows of a dataset: the only reader of dataset files, field validation, and the difficulty filter.
 
 ``iterate_rows`` yields the rows of a JSONL, JSON or parquet file, ``read_rows`` returns all; both raise
-ConfigError for a bad file. ``messages_of``, ``ground_truth_of`` and ``extra_info_of`` return a row's fields
-and raise RowError for one that violates Skywork-OR1-RL-Data's schema. ``within_difficulty`` drops too easy
-and too hard problems.
+ConfigError for a bad file. ``messages_of``, ``ground_truth_of`` and ``extra_info_of`` return a field of a row
+in Skywork-OR1-RL-Data's schema, and raise RowError if it is invalid. ``within_difficulty`` takes loaded
+prompts and returns those rated within the run's bounds; it drops unrated ones, too.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def rows_of(table: pyarrow.Table | pyarrow.RecordBatch) -> Iterator[Row]:
-    """Yield an Arrow table's rows, whose objects have only their own row's keys. Arrow gives objects the keys
-    of all rows, with None for those they lack."""
+    """Yield an Arrow table's rows, without the keys that Arrow adds to an object, with None as value, because
+    objects of other rows have them."""
     columns = {field.name: _own_keys(field.type) for field in table.schema}
     for row in table.to_pylist():
         yield {name: columns[name](value) for name, value in row.items()}
@@ -184,7 +184,7 @@ def field_of(row: Row, name: str, kind: type, kind_name: str) -> Any:
 
 
 def _whole(name: str, text: str) -> str:
-    """Return the text. Raises RowError for half a character, a lone surrogate, which no file can hold."""
+    """Return the text. Raises RowError for a lone surrogate (half a character), which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -222,7 +222,7 @@ def _message_of(message_value: Any) -> Message:
 
 
 def media_problem(row: Row, messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the error if the prompt is about its media, since only text reaches the model; else None."""
+    """Return an error if the prompt refers to its row's media, since only text reaches the model; or None."""
     for name in _MEDIA:
         place = f"<{name.removesuffix('s')}>"
         if row.get(name) not in (None, []) and any(place in message["content"] for message in messages):
@@ -263,7 +263,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _reader_of(text: str, several: bool) -> Callable[[str], Any] | None:
-    """Return the parser of a text that begins as a list of texts; Python's form is not for user rewards."""
+    """Return the parser of a text that begins as a JSON list, or as Python's if not for a user's reward."""
     if text.lstrip().startswith('["'):
         return json.loads
     return ast.literal_eval if text.lstrip().startswith("['") and not several else None

@@ -1,7 +1,8 @@
 """Training samples: sequences with an advantage, in memory or in a step's file, built from a step's batch.
 
-``samples_of`` returns a step's ``StoredSample``s by group; ``loaded`` makes a ``Sample`` of one. Every rank
-has the numbers of all samples, and reads only the columns of those that it packs (``packing.py``).
+``samples_of`` returns a step's ``StoredSample``s by group: their numbers (lengths, versions, advantage), on
+every rank. ``StoredSample.loaded`` reads the per-token columns and returns a ``Sample``; each rank calls it
+only for the samples that it packs (``packing.py``).
 
 Shapes: ``_R`` tokens of a response.
 """
@@ -33,8 +34,8 @@ RouteRow = tuple[int, int, np.dtype[Any]]
 
 
 class TrainingBatch(Protocol):
-    """A step's batch on one rank: ``header`` has the numbers of all responses, ``read`` returns one
-    response's tokens. Implemented by ``StepColumns``."""
+    """A step's batch on one rank: ``header`` has the numbers of all responses, ``read`` returns the prompt
+    and tokens of one response. Implemented by ``StepColumns``."""
 
     @property
     def header(self) -> StepHeader:
@@ -133,13 +134,13 @@ class Sample(ResponseColumns, _TokenIds):
         return self
 
     def changed(self, change: Callable[[Sample], Sample]) -> Sample:
-        """Return the sample with ``change`` applied to its columns. Must keep the numbers."""
+        """Return the sample with ``change`` applied to its columns, which must not alter its numbers."""
         return change(self)
 
     def masked(
         self, change: Callable[[Sample], Sample], trained: int, predicted: int, versions: VersionSpan
     ) -> Sample:
-        """The sample with another loss mask by ``change``; these are its numbers then."""
+        """Return the sample with the loss mask that ``change`` sets; the rest is for ``StoredSample``."""
         return change(self)
 
     def with_advantage(self, advantage: float) -> Sample:
@@ -148,9 +149,9 @@ class Sample(ResponseColumns, _TokenIds):
 
 @dataclass(frozen=True)
 class StoredSample:
-    """Training sequence in a step's file: holds its numbers (lengths, advantage); ``loaded`` reads the
-    columns and returns a ``Sample``. It reads them at each call, since a step's updates give a sample to
-    different ranks. Raises StorageFailed, on this rank only, if they cannot be read."""
+    """Training sequence in a step's file: holds its numbers (lengths, advantage); ``loaded`` returns a
+    ``Sample``. It reads the columns at each call and keeps none, since each update may pack a sample on
+    another rank. Raises StorageFailed, on this rank only, if they cannot be read."""
 
     response: ResponseHeader
     prompt_tokens: int
@@ -200,7 +201,7 @@ class StoredSample:
         return None if self.route_replay == "off" else self.response.routes
 
     def load_routes(self) -> np.ndarray | None:
-        """Raise StorageFailed, on this rank only, if they cannot be read."""
+        """Read and return the routes. Raises StorageFailed, on this rank only, if they cannot be read."""
         return None if self._routes is None else read_routes(self._routes)
 
     def without_routes(self) -> StoredSample:
@@ -227,7 +228,7 @@ class StoredSample:
     def masked(
         self, change: Callable[[Sample], Sample], trained: int, predicted: int, versions: VersionSpan
     ) -> StoredSample:
-        """The sample with another loss mask by ``change``; these are its numbers then."""
+        """Return the sample with the loss mask that ``change`` sets, and with its numbers under that mask."""
         numbers: dict[str, Any] = {
             "trained_tokens": trained,
             "predicted_tokens": predicted,
@@ -240,10 +241,8 @@ class StoredSample:
 
 
 TrainingSample = Sample | StoredSample
-"""Training sequence as every rank sees it: its numbers, and on request its columns (``loaded``).
-
-Code requests columns only of samples that this rank packs.
-"""
+"""Training sequence as every rank sees it: its numbers, and by ``loaded`` its columns, which a rank reads
+only if it packs the sample."""
 
 
 def samples_of(

@@ -1,9 +1,10 @@
-"""Blocks, the common model of all checkpoint formats: Hugging Face tensors cut into rectangles of files.
+"""Types for the place of a tensor in the files of a checkpoint, in any format: ``Block``, ``BlockTensor``.
 
-A format's reader returns each tensor as a ``BlockTensor`` by Hugging Face name: one block of a safetensors
-file, the query rows of many KV groups of a stacked ``linear_qkv``, the column shards of eight ranks. A writer
-returns the blocks of files to be filled. A conversion copies the intersections of both sides' blocks, a
-verification compares them. No element is read here, and nothing needs torch.
+A ``BlockTensor`` is a Hugging Face tensor cut into rectangles, each a ``Block`` of one file: in a safetensors
+file the whole tensor is one block; in a Megatron checkpoint ``q_proj`` may be one block per KV group of the
+stacked ``linear_qkv``, and a tensor sharded by columns one block per rank. Each format's reader returns
+``BlockTensor``s of existing files, its writer those of files to fill; ``checkpoints_tools/core`` copies from
+one to the other (``copying.py``) and compares them (``comparing.py``). Nothing here reads a file.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockTensor:
-    """Tensor of a model under its Hugging Face name: type, shape, blocks that cover it without overlap."""
+    """Tensor of a model under its Hugging Face name: dtype, shape, blocks that cover it without overlap."""
 
     name: str
     dtype: str
-    """Type in the file, by safetensors' name: one of WEIGHT_TYPES, or fp8."""
+    """Dtype in the file, by safetensors' name: one of WEIGHT_TYPES, or fp8."""
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
     scales: BlockTensor | None = None
@@ -58,7 +59,7 @@ class BlockTensor:
 
     @property
     def weight_type(self) -> str:
-        """Type of the weights as read: BF16 for fp8."""
+        """Dtype of the weights as read: BF16 for fp8."""
         return "BF16" if self.scales is not None else self.dtype
 
     @property

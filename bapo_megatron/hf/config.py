@@ -1,7 +1,7 @@
-"""Decoder shape (Qwen2, Qwen3 with and without experts, Llama 3) from config.json, and its FLOPs.
+"""Model shape from config.json, for all families (``families.py``), its FLOPs, and config.json for exports.
 
-``read_model_shape(folder)`` returns a ``ModelShape``; it raises ConfigError for an unsupported model, or
-settings that would silently change the computation.
+``read_model_shape(folder)`` returns a ``ModelShape`` or raises ConfigError for an unsupported model or
+setting. ``with_dtype`` and ``for_servers`` edit an export's config.json; ``carried_files``: what it copies.
 
 Forward-pass FLOPs are the basis of `bapo plan`'s speeds and of the cost that balances packs. They count
 matrix products (Chowdhery et al. 2022, PaLM, appendix B) and causal attention; a multiply-add is two FLOPs. A
@@ -90,7 +90,7 @@ class ModelShape:
         return len(self.blocks) == 1
 
     def block_of(self, layer: int | None) -> Block:
-        """The block of a layer; for None, the whole model, the first one."""
+        """The block of a layer; for None, i.e. a parameter outside the layers, the first block."""
         return self.blocks[self.pattern[layer or 0]]
 
     def layers_of(self, kind: Kind) -> tuple[int, ...]:
@@ -201,10 +201,10 @@ def for_servers(config: bytes) -> bytes:
 
 
 def carried_files(folder: Path) -> dict[str, Path]:
-    """Files that accompany a model folder's weights, by relative path: all others, and chat templates.
+    """Files that an export copies from a model folder, by relative path: all but weights, and chat templates.
 
-    Raises CheckpointError for a link out of the folder, which would enter the copy, and ConfigError for a
-    generation_config.json unreadable to engines.
+    Raises CheckpointError for a link out of the folder, and ConfigError for a generation_config.json that
+    engines could not read.
     """
     check_files_inside(folder)
     _check_generation_config(folder)
@@ -229,7 +229,7 @@ def _check_generation_config(folder: Path) -> None:
 
 
 def problems_of(folder: Path, problems: Sequence[str]) -> str:
-    """Error message for a model folder's problems: the first eight."""
+    """Error message about a model folder, with the first eight of its problems."""
     more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
     return f"model folder {folder}:\n" + "\n".join(problems[:8]) + more
 

@@ -1,6 +1,6 @@
 """Typed access to config.json fields: ``integer``, ``real``, ``flag``, ``table`` return a field's value.
 
-Raise KeyError or ValueError, with the name of an invalid field.
+A missing field is a KeyError in the first two, False or {} in the others; another type a ValueError.
 """
 
 from __future__ import annotations

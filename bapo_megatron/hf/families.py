@@ -1,7 +1,7 @@
-"""Model families, ``FAMILIES`` by config.json's ``model_type``: each returns the layers of a model.
+"""Model families: ``FAMILIES`` maps config.json's ``model_type`` to a ``Family``, which returns the layers.
 
-Hybrids (Qwen3.5 to 3.8) have full attention in every fourth layer and Gated DeltaNet in the others. Their
-folders on the hub are multi-modal: the text model is trained, the rest is kept unchanged.
+Hybrids (Qwen3.5 to 3.8) have Gated DeltaNet layers and, by default in every fourth layer, full attention.
+Their folders on the hub are multi-modal: the text model is trained, the rest is kept unchanged.
 """
 
 from __future__ import annotations
@@ -155,14 +155,14 @@ def _rotated_part(config: dict[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Family:
-    """Model family: ``stack`` maps a config.json to the model's layers; other fields describe tensor names,
-    experts, untrained tensors, and names in SGLang."""
+    """Model family: ``stack`` returns the layers of a model with a given config.json; other fields describe
+    tensor names, the storage of experts, untrained tensors, and names in SGLang."""
 
     title: str
     served: str | None = None
     """Server class with the weight layout described by the layer kinds; None: unknown."""
     stack: Callable[[dict[str, Any]], list[Block]] = dense_stack
-    """Returns each layer of the model in a config.json."""
+    """Maps a config.json, its text model's fields, to the layers in order. Raises KeyError or ValueError."""
     allows: tuple[str, ...] = ()
     """Settings rejected by ``_refuse_variants`` in other families."""
     text: str | None = None

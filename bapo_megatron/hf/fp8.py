@@ -3,8 +3,8 @@
 Such a folder (Qwen3.5-*-FP8, DeepSeek-V3) holds a matrix as float8_e4m3fn numbers q, and beside it
 ``NAME_scale_inv`` with a number s for each 128 x 128 block: the weight is q s. Blocks at the right and lower
 edge may be smaller. Norms, embeddings, output layer and routers stay bfloat16, as does Gated DeltaNet except
-its large projections. ``check_quantization`` raises ConfigError for any other format. Nothing here needs
-torch.
+its large projections. ``check_quantization`` raises ConfigError for any other format. Nothing here computes
+weights: ``reader.py`` reads them, ``checkpoints_tools/core/fp8.py`` quantizes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_quantization(config: Mapping[str, Any], source: str) -> None:
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether config.json declares a folder's weights quantized; False without a readable one."""
+    """Whether config.json says that a folder's weights are quantized; False if it cannot be read."""
     try:
         config = json.loads(read_file_inside(folder, "config.json"))
     except (CheckpointError, OSError, ValueError, RecursionError):

@@ -1,9 +1,9 @@
-"""Parameter map: the Hugging Face tensors of each megatron-core parameter, row by row.
+"""Parameter map: which rows of which Hugging Face tensors form each megatron-core parameter.
 
-``mapping_table(shape)`` returns a ``Mapping`` for each megatron parameter name: its HF tensors, cut into row
-segments and stacked. The table maps both weights in memory (``policy/weight_map.py``: loading, syncing) and
-in files (``checkpoints_tools``), so nothing here needs torch. The kinds of a layer define its parameters
-(``layers/``).
+``mapping_table(shape)`` returns a ``Mapping`` for each megatron parameter name. Weights in memory are loaded
+and sent by it (``policy/weight_map.py``), checkpoint files converted (``checkpoints_tools``), so nothing here
+needs torch. The kinds of a layer define its parameters (``layers/``). ``tensor_problems`` compares a folder's
+tensors with the map.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def is_fused_experts(name: str) -> bool:
 
 
 def expert_tensors(name: str, shape: Sequence[int]) -> dict[str, tuple[int, slice]]:
-    """The separate expert tensors in a fused one of transformers, name to expert and rows; otherwise {}.
+    """The experts' separate tensors in the fused tensor ``name``: name to (expert, rows). {} if not fused.
 
     ``experts.gate_up_proj`` is [experts, 2 ffn, hidden], gate over up; ``experts.down_proj`` is [experts,
     hidden, ffn]. transformers fuses experts in memory and with ``save_original_format=False``; so do the
@@ -121,7 +121,7 @@ def expert_tensors(name: str, shape: Sequence[int]) -> dict[str, tuple[int, slic
 
 
 def fused_experts(tensors: Iterable[str]) -> dict[str, list[str]]:
-    """transformers' fused tensors for the given expert tensors, each with its parts in order."""
+    """Fused tensors, named as in transformers, of the given expert tensors: name to parts in order."""
     fused: dict[str, list[str]] = {}
     for name in tensors:
         if match := _OF_EXPERT.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Reader of a Hugging Face folder's tensors with torch, ``HfReader``: by name, one at a time.
+"""Reader of a Hugging Face folder's tensors with torch, ``HfReader``: by name, one tensor or part at a time.
 
 Raises ConfigError for an unreadable folder or file; no link may lead out of the folder.
 """
@@ -29,7 +29,7 @@ _ROWS = 4096
 
 
 class TensorReader(Protocol):
-    """Protocol of a source of weights: ``read`` returns (part of) a tensor by Hugging Face name."""
+    """Protocol of what a policy loads its weights from: ``read`` returns a tensor, or part of it, by name."""
 
     def read(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
         """Read rows and columns of one tensor (default: all), fp8 as bfloat16."""
@@ -38,8 +38,8 @@ class TensorReader(Protocol):
 class HfReader:
     """Reader of one Hugging Face folder: ``names``, ``shape`` and ``read`` of its tensors, ``check`` against
     a model's shape. The constructor checks the headers of all files (``safetensors_folder.py``). Reads fused
-    experts as separate tensors, and fp8 weights as q s in bfloat16 (``fp8.py``). What it returns are views of
-    mapped files."""
+    experts as separate tensors, and fp8 weights as q s in bfloat16 (``fp8.py``). All other tensors that it
+    returns are views of memory-mapped files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -77,7 +77,7 @@ class HfReader:
         return torch.asarray(own, dtype=torch.uint8).view(_TYPES[tensor.dtype]).view(tensor.shape)
 
     def check(self, shape: ModelShape) -> None:
-        """Raise ConfigError with each missing or unknown tensor and wrong shape of the folder.
+        """Raise ConfigError, with the first eight of them, for missing, unknown or misshapen tensors.
 
         Reads no weights, except in a tied model with two copies of its embedding: the policy computes with
         one of them, transformers with both, so they must be equal.

@@ -1,8 +1,8 @@
-"""Hugging Face folders as places of tensors in files, from checked headers, without torch.
+"""Locations of the tensors in a Hugging Face folder's files, from checked headers, without torch.
 
-``stored_tensors`` returns a folder's tensors by name as ``BlockTensor``, ``read_safetensors_folder`` also a
-tensor for each expert of fused ones. They read only headers, the index and config.json, attach scales to fp8
-tensors, and raise CheckpointError for truncated or contradictory files.
+``stored_tensors`` returns a ``BlockTensor`` for each tensor name, ``read_safetensors_folder`` the same with
+fused experts split into a tensor per expert. They read only headers, the index and config.json, attach scales
+to fp8 tensors, and raise CheckpointError for truncated or contradictory files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bapo_megatron.runtime.files import COPY_AGAIN, FETCH_LFS, check_files_insid
 
 
 def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
-    """Return every tensor of a model folder by name, fused experts as a tensor each.
+    """Return every tensor of a model folder by name, fused experts split into a tensor per expert.
 
     Scales are attached to their fp8 weights, not tensors of their own. Raises CheckpointError, with file and
     tensor, for anything truncated, contradictory or of an unsupported type.
@@ -36,7 +36,7 @@ def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
 
 
 def stored_tensors(folder: Path) -> dict[str, BlockTensor]:
-    """Return ``read_safetensors_folder`` with experts as the folder stores them, apart or fused."""
+    """Return what ``read_safetensors_folder`` does, but experts as the folder stores them, apart or fused."""
     check_files_inside(folder)
     by_name: dict[str, BlockTensor] = {}
     weight_map = read_weight_map(folder)
@@ -73,7 +73,7 @@ def _with_scales(found: dict[str, BlockTensor], folder: Path) -> dict[str, Block
 
 
 def experts_apart(tensor: BlockTensor) -> Iterator[BlockTensor]:
-    """Yield each expert's tensors if transformers has fused them: other names for the same bytes."""
+    """Yield a tensor per expert for a fused ``tensor``, of the same bytes; any other tensor unchanged."""
     experts = expert_tensors(tensor.name, tensor.shape)
     if not experts:
         yield tensor

@@ -1,8 +1,9 @@
 """Tokenizer of a Hugging Face folder, loaded offline and without running its code.
 
 ``load_tokenizer(folder)`` returns transformers' tokenizer and raises ConfigError for a folder without a
-usable one. A tokenizer.json overrides transformers' choice of class. The first call imports transformers,
-which takes seconds; ``TextDecoder`` does not need it.
+usable one. If the class that transformers chooses splits text differently from tokenizer.json, the generic
+fast class replaces it. A chat template's call for today's date is replaced by a fixed date. The first call
+imports transformers, which takes seconds; ``TextDecoder`` decodes ids for display without it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer in ``folder``. Raises ConfigError if there is none, or no eos or chat template."""
+    """Load a folder's tokenizer. Raises ConfigError if it, its eos token or its chat template is missing."""
     tokenizer = _read(folder)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"model.hf_path={folder}: the tokenizer has no eos token, so no response would end")
@@ -41,12 +42,12 @@ _CLOCK = re.compile(r"""strftime_now\(\s*(["'])((?:(?!\1)[^\\\n])*)\1\s*\)""")
 
 
 def _date(call: re.Match[str]) -> str:
-    """The date given to a template: Llama 3.1's, which Llama 3.2's uses without a clock."""
+    """The fixed date, 26 July 2024, in the call's format. Llama 3.2's template uses it without a clock."""
     return repr(datetime(2024, 7, 26).strftime(call[2]))
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:
-    """Read token ids by token of the tokenizer in ``folder``; it needs no chat template."""
+    """Return the token ids by token of the tokenizer in ``folder``, which needs no chat template."""
     vocabulary: dict[str, int] = _read(folder).get_vocab()
     return vocabulary
 
@@ -74,7 +75,7 @@ class TextDecoder:
         self._special = {number for number, token in added.items() if token.special}
 
     def pieces(self, ids: Sequence[int]) -> list[Piece]:
-        """Decode runs of ordinary and of special tokens, in order."""
+        """Return the ids as texts in order, one for each run of ordinary or of special tokens."""
         return [
             (self._tokenizer.decode(list(run), skip_special_tokens=False), is_special)
             for is_special, run in groupby(ids, self._special.__contains__)

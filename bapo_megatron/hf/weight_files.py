@@ -21,8 +21,8 @@ SINGLE = "model.safetensors"
 
 
 def read_weight_map(folder: Path) -> dict[str, str] | None:
-    """Read the folder's index: the file of each tensor; None if ``model.safetensors`` is the model. Raises
-    CheckpointError if the folder has neither, or the index names a file outside it."""
+    """Return the file of each tensor by the index; None if ``model.safetensors`` is the model. Raises
+    CheckpointError if the folder has neither, or an index that is invalid or omits ``model.safetensors``."""
     index, single = folder / INDEX, folder / SINGLE
     if not index.exists():
         if single.exists():
@@ -72,7 +72,7 @@ def files_left_out(folder: Path) -> list[str]:
 
 
 def left_out_text(folder: Path) -> str | None:
-    """Message about ignored files; None without any."""
+    """Message for the user about the ``files_left_out``; None without any."""
     if not (names := files_left_out(folder)):
         return None
     listed = f"that {INDEX} names" if (folder / INDEX).exists() else f"of {SINGLE}"

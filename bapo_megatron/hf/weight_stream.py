@@ -1,11 +1,10 @@
-"""Streams of named weights: validation, and a safetensors writer for several processes.
+"""Streams of named weights: validation, and the safetensors writer of the disk sync, for several processes.
 
-``checked_weights`` validates a stream of (name, tensor) and yields it; ``write_shards`` writes one, or a
-writer's share of it, to files and returns their contents. A safetensors file
+``checked_weights`` validates a stream of (name, tensor) while yielding it; ``write_shards`` writes a stream,
+or one writer's share of it, to files and returns their contents. A safetensors file
 (https://github.com/huggingface/safetensors) is an eight-byte length of a JSON header, the header, which may
 end in spaces, then the tensors' bytes without gaps. The header contains each tensor's offset, so it is
-written last, into reserved space. (Exports know their tensors in advance and plan files:
-``checkpoints_tools``.) Suffix ``_B``: bytes.
+written last, into reserved space. (Exports are written by ``checkpoint/export.py``.) Suffix ``_B``: bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class WrittenShard(NamedTuple):
 def checked_weights(
     weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Validate a stream of ``weights``; yield them without second names of tied tensors, which are optional.
+    """Yield a stream's ``weights``, validated, without second names of tied tensors, which are optional.
 
     ``aliases``: from a second name to the tensor's own. Raises ValueError for a tensor that is unknown,
     duplicate, misshapen, different from its tied tensor, or (at the end) missing.
@@ -222,8 +221,8 @@ _Job = tuple[str, torch.dtype, tuple[int, ...]] | _Chunk | None
 
 
 class BackgroundCopy:
-    """Background copy of tensors to files (``sink``): a context manager; ``add`` a tensor, and on exit the
-    sink has all.
+    """Context manager: a thread copies tensors to files (``sink``). ``add`` queues a tensor; on exit all are
+    written.
 
     Uses at most 384 MiB of buffers. A copy from a GPU into pinned memory overlaps with the caller's kernels,
     at bus speed; into pageable memory it would block the caller, at a fraction of it. An error in the block
@@ -254,7 +253,7 @@ class BackgroundCopy:
             raise self._error
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor, which may then change (on a GPU in the current stream). Waits for a free buffer."""
+        """Queue a tensor, which may then change (on a GPU in the current stream). Waits for a free buffer."""
         self._jobs.put((name, tensor.dtype, tuple(tensor.shape)))
         bytes_B = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for piece_B in bytes_B.split(CHUNK_BYTES):

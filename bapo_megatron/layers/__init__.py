@@ -1,8 +1,8 @@
-"""Kinds of layers: base class ``Kind``, one file per kind in this folder, without torch.
+"""Kinds of layers: base class ``Kind``, whose subclasses are in this folder's modules, without torch.
 
 A ``Kind`` (attention, DeltaNet, MLP, experts) holds a mixer's or MLP's sizes and returns its parameters with
-their Hugging Face tensors (``Mapping``), divisibility rules, and cost estimates. All shapes are *global*:
-those of an unsharded model.
+their Hugging Face tensors (``Mapping``), divisibility rules, and cost estimates. Its ``builder`` makes the
+megatron-core modules. All shapes are *global*: those of an unsharded model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bapo_megatron.layers.costs import Cut, Decoding, Flops, Place, Saved
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
-    """Consecutive rows of an HF tensor (index, first row, count) in a fused Megatron parameter (QKV)."""
+    """Consecutive rows of one HF tensor, a part of a Megatron parameter that stacks several (QKV)."""
 
     source: int
     """Index of the HF tensor among the parameter's."""
@@ -63,7 +63,7 @@ class Mapping:
 
     @property
     def places(self) -> tuple[int | None, ...]:
-        """The layer of each parameter of this mapping; (None,) for a model-level one."""
+        """The layers that have this parameter; (None,) for a model-level one."""
         return (None,) if self.layers is None else self.layers
 
     @property
@@ -112,7 +112,7 @@ MOST = 2**31 - 1
 
 
 class Kind(ABC):
-    """Kind of a layer's mixer or MLP, with its sizes: a frozen dataclass of numbers and switches. Subclasses
+    """Kind of a layer's mixer or MLP, with its sizes: a frozen dataclass of numbers and flags. Subclasses
     define the parameters and their HF mappings, the sizes that a layout must divide, FLOPs, memory and
     traffic."""
 
@@ -126,7 +126,7 @@ class Kind(ABC):
         """Parameters by megatron name within a layer, including the preceding norm."""
 
     def sizes(self) -> dict[str, int]:
-        """Values that determine tensor names and shapes, by their names in messages."""
+        """Sizes that determine tensor names and shapes, by their names in error messages."""
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     def problems(self) -> Iterator[str]:
@@ -136,11 +136,11 @@ class Kind(ABC):
                 yield f"a model with {name}={str(size)[:20]} cannot be"
 
     def arguments(self) -> dict[str, object]:
-        """Megatron-LM's arguments for the kind."""
+        """Megatron-LM's arguments for the kind, which a converted checkpoint stores."""
         return {}
 
     def states(self) -> tuple[str, ...]:
-        """Modules with their own state on Transformer Engine."""
+        """Modules, within a layer, with an ``_extra_state`` in Transformer Engine's checkpoints."""
         return ()
 
     @abstractmethod
@@ -157,7 +157,7 @@ class Kind(ABC):
 
     @abstractmethod
     def sent(self, at: Place) -> dict[str, float]:
-        """Bytes sent by the busiest GPU per token of an update, by kind of parallelism."""
+        """Bytes sent by the busiest GPU per token of an update, by kind of parallelism (TP, CP, EP, ETP)."""
 
     def decoding(self) -> Decoding:
         """An engine's memory for a token or sequence."""

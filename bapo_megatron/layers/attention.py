@@ -127,7 +127,7 @@ class Attention(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class GatedAttention(Attention):
-    """Attention (Qwen3.5's) whose output each head multiplies by a sigmoid gate, with RoPE over a head's
+    """Attention (Qwen3.5's) that multiplies each head's output by a sigmoid gate, with RoPE over a head's
     first ``rotated`` entries. HF's ``q_proj`` stacks each head's query and gate rows; megatron's
     ``linear_qkv`` each KV group's queries, gates, key and value."""
 

@@ -1,10 +1,10 @@
 """Types of a layer's cost estimates: input ``Place``, results ``Flops``, ``Saved``, ``Decoding``, ``Cut``.
 
-Kinds of layers (``Kind.flops``, ``saved``, ``sent``, ``decoding``, ``cuts``) return them, for one token on a
-rank. Activation memory: every entry is a tensor saved by autograd, once per storage. ``torch`` is the CPU
-spec of ``policy/model.py``, which the tests measure. ``te`` is Transformer Engine's, after Korthikanti et al.
-2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4: no
-dropout, flash attention, and the fused RoPE and SwiGLU that ``policy/model.py`` selects on a GPU.
+Kinds of layers return them (``Kind.flops``, ``saved``, ``decoding``, ``cuts``), mostly for `bapo plan`.
+Activation memory counts the tensors saved by autograd, each storage once. Its formulas are for two specs of
+``policy/model.py``: ``torch``, on a CPU, which the tests measure; and ``te``, Transformer Engine's on a GPU,
+after Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv
+2205.05198), section 4: without dropout, with flash attention, fused RoPE and SwiGLU.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FP32, INT32, INT64 = 4, 4, 8
 
 @dataclass(frozen=True)
 class Place:
-    """Input of a layer's cost estimates: hidden size, parallel layout, bytes per activation element, layer
-    implementation, recomputation, expert imbalance. Its properties are sizes on one rank."""
+    """Input of a layer's cost estimates: hidden size, parallel layout, dtype and spec of the layers,
+    recomputation, expert imbalance. Its properties are sizes on one rank."""
 
     hidden: int
     parallel: ParallelConfig
@@ -32,13 +32,13 @@ class Place:
     spec: Spec
     recompute: Recompute
     imbalance: float = 1.0
-    """Token copies processed by its experts, relative to the mean."""
+    """Token copies processed by the busiest rank's experts, relative to the mean."""
     passes: float = 0.0
     """Forward-only passes per update."""
 
     @property
     def split(self) -> int:
-        """Number of ranks that share norms and residuals."""
+        """Number of ranks that split a token's norms and residuals: TP under SP, otherwise 1."""
         return self.parallel.tensor if self.parallel.sequence else 1
 
     @property
@@ -58,7 +58,7 @@ class Place:
         return self.input if self.spec == "te" or self.element == FP32 else 0.0
 
     def pair(self, again: bool) -> float:
-        """TP bytes of two collectives forward and two backward; ``again``: "selective" repeats the former.
+        """Bytes sent by TP: two collectives forward, two backward; ``again``: "selective" repeats the former.
 
         The two are an all-reduce, or under SP an all-gather and a reduce-scatter. Under SP the backward pass
         also gathers the matrices' input again.

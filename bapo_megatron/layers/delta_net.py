@@ -1,8 +1,8 @@
-"""Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464) as a layer kind: linear attention with a state.
+"""Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), linear attention with a state, as a layer kind.
 
-``DeltaNet`` holds its sizes. The megatron parameter ``in_proj`` stacks queries, keys, values, output gates
-(z), and beta and alpha of each value head. Each of the six is sharded over TP and stored separately, as in
-megatron-core's ``GatedDeltaNet``.
+The module itself is in ``policy/delta_net.py``; ``DeltaNet`` holds its sizes. The megatron parameter
+``in_proj`` stacks queries, keys, values, output gates (z), and beta and alpha of each value head. Each of the
+six is sharded over TP and stored separately, as in megatron-core's ``GatedDeltaNet``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ _PARTS = ("query", "key", "value", "z", "beta", "alpha")
 
 @dataclass(frozen=True)
 class DeltaNet(Kind):
-    """Gated DeltaNet: numbers and widths of key and value heads, and the length, in tokens, of its
-    convolution."""
+    """Gated DeltaNet: numbers and widths of key and value heads, and its convolution's length in tokens."""
 
     key_heads: int
     value_heads: int

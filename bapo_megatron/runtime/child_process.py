@@ -1,9 +1,9 @@
 """Child processes with a deadline, for programs of this package and commands of users.
 
 ``AnsweringChild.ask`` sends a request and returns the reply, ``run_command`` runs a program to its end,
-``within`` calls a function in a fork, ``UserCommand`` runs a user's command beside this process. The first
-three block up to a limit given by the caller. A child can be killed at any time from any thread, and none
-outlives this process, even after ``kill -9`` (processes.py).
+``within`` calls a function in a fork; these block up to a limit given by the caller. ``UserCommand`` starts a
+user's command and does not wait. Any thread may kill a ``ChildProcess`` at any time. No child outlives this
+process, even after ``kill -9`` (processes.py).
 
 User commands (`checkpoint.after_export`, `logging.on_event`) are split into words as in a shell, but run
 without one: no value of a run (a folder, an event) is ever interpreted as shell code. For pipes, variables
@@ -47,16 +47,15 @@ WATCH_S = 0.1
 """Interval of ``watch`` calls in ``AnsweringChild.ask``, seconds."""
 
 _UNKILLABLE_S = 5.0
-"""Wait limit for a killed child, seconds. One in an uninterruptible call (a hanging file system) is left
-behind."""
+"""Wait limit for a killed child, seconds; one in an uninterruptible call (a hung disk) is left behind."""
 
 
 class ChildError(Exception):
-    """Base of ``AnsweringChild.ask`` errors: the child gave no answer and must be closed."""
+    """Base of ``AnsweringChild.ask`` errors: the child gave no valid answer and must be closed."""
 
 
 class ChildDied(ChildError):
-    """Raised when a child dies without an answer or answers invalid JSON, or a process of ``within`` dies."""
+    """Raised when a child, or a fork of ``within``, dies without an answer, or answers invalid JSON."""
 
 
 class ChildTimeout(ChildError):
@@ -87,9 +86,9 @@ def with_users_path(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class ChildProcess:
-    """Base class of a child process in its own session: signals to this process's group, such as Ctrl-C, do
-    not reach it. The constructor starts it; ``wait_end`` waits, ``kill`` kills. Always call ``close``: it
-    kills and reaps the child and releases the pipes."""
+    """Child process in its own session: signals to this process's group, such as Ctrl-C, do not reach it. The
+    constructor starts it; ``wait_end`` waits up to a limit. Always call ``close``: it kills and reaps the
+    child and closes the pipes."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], guarded: bool, **popen: Any
@@ -161,9 +160,9 @@ class ChildProcess:
 
 
 class AnsweringChild(ChildProcess):
-    """Request-reply child: ``ask`` writes a request as one line of JSON and returns the JSON reply; one at a
-    time. ``ask`` blocks and raises ChildTimeout or ChildDied. Another thread may ``kill`` the child during a
-    request."""
+    """Child process that answers requests, one at a time: ``ask`` writes a line of JSON to its standard input
+    and returns the JSON line of its standard output. ``ask`` blocks and raises ChildTimeout or ChildDied.
+    Another thread may ``kill`` the child during a request."""
 
     def __init__(
         self,
@@ -195,7 +194,7 @@ class AnsweringChild(ChildProcess):
             raise ChildDied(f"it answered no JSON: {line[:200]!r}") from error
 
     def end_questions(self) -> None:
-        """Close its standard input, which ends a child that waits for a request."""
+        """Close its standard input; a child that waits for a request then ends by itself."""
         self._stdin.close()
 
     def _write(self, data: bytes, deadline: float) -> None:
@@ -361,7 +360,7 @@ def command_words(command: str) -> list[str]:
 
 
 def missing_program(command: str) -> str | None:
-    """Return the problem of a command's program on this machine; None if it can be started."""
+    """Return an error if a command's program is not on this machine; None if it can be started."""
     program = command_words(command)[0]
     return None if shutil.which(program) else f"there is no program {program} that can be run"
 

@@ -1,10 +1,10 @@
 """Device detection without an early import of torch: CUDA or CPU, and environment variables for it.
 
-``uses_gpu`` returns whether this process computes on a GPU. With an unusable one (an old driver, a container
-without its GPU hook, a CPU build of torch) a run would train on the CPU, correctly and a thousand times too
-slowly: that raises ConfigError unless ``BAPO_DEVICE=cpu`` asks for the CPU. Call ``prepare_device``, which
-sets the variables, before any import of torch; functions here import it themselves, so help texts need none.
-``choose_vector_kernels`` makes MKL's results reproducible.
+``uses_gpu`` returns whether this process computes on a GPU. If torch cannot use the machine's GPU (an old
+driver, a container without its GPU hook, a CPU build of torch), it raises ConfigError, since a run on the CPU
+would be correct and a thousand times too slow; ``BAPO_DEVICE=cpu`` asks for the CPU. ``prepare_device`` sets
+the variables of torch and its compilers and must be called before torch is imported, ``silence_libraries``
+those of other libraries. ``choose_vector_kernels`` makes MKL's results reproducible.
 """
 
 from __future__ import annotations
@@ -168,11 +168,11 @@ def _torch_reason() -> str:
 
 
 def choose_vector_kernels() -> None:
-    """Call MKL's vector functions on one thread first, which makes their results reproducible.
+    """Call MKL's vector functions once on one thread, which makes their results reproducible.
 
     Called before the first forward pass on a CPU. MKL chooses a function's kernel at its first call; with
-    several threads in that call, one sometimes got a less exact kernel: the RoPE cosines of half a pack were
-    off by up to 1.5e-4, in the first forward pass of about one process in ten, so runs were not reproducible.
+    several threads in that call, one sometimes gets a less exact kernel: in about one process in ten the RoPE
+    cosines of half a pack are off by up to 1.5e-4 in the first forward pass.
     """
     import torch
 
@@ -182,7 +182,7 @@ def choose_vector_kernels() -> None:
 
 
 def silence_libraries() -> None:
-    """Suppress library warnings about what a CPU machine lacks; every process calls it once, at its start."""
+    """Called at a process's start: sets defaults (Hugging Face offline, fewer threads) and hides warnings."""
     set_default("HF_HUB_OFFLINE", "1")
     set_default("TOKENIZERS_PARALLELISM", "false")
     set_default("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve their neighbours

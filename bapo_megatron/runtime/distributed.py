@@ -1,9 +1,9 @@
 """torch.distributed: ranks from torchrun, srun or this process; process groups; object collectives.
 
-A command calls ``launched_world_size``; if it returns None, the command starts the ranks itself by
-``run_processes``. Each rank then opens ``process_group``. The object collectives (``broadcast_from_main``,
-``all_gather``, ``on_all_ranks``, ...) pickle their values and block; all ranks must call them in the same
-order.
+A command calls ``launched_world_size``; if it returns None, there is no launcher and the command starts the
+ranks by ``run_processes``. Each rank then enters ``process_group``. The object collectives
+(``broadcast_from_main``, ``all_gather``, ``on_all_ranks``, ...) pickle their values and block; all ranks must
+call them in the same order.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def launched_world_size() -> int | None:
     """Return the world size under a launcher, torchrun or srun; None without one.
 
     Under srun, sets missing torchrun variables from Slurm's. A step of one task (an interactive shell) is no
-    launcher, and neither is a batch script, which has a SLURM_PROCID but no step.
+    launcher, and neither is a batch script, which has a SLURM_PROCID but no step. Raises ConfigError if RANK
+    is set and torchrun's other variables are not.
     """
     has_rank = environment_variable("RANK") is not None and not _has_rank_of_pyxis()
     if not has_rank and int(environment_variable("SLURM_STEP_NUM_TASKS") or 1) > 1:
@@ -145,7 +146,7 @@ def run_processes(
     threads that a later fork would lose. Several ranks are forked on a CPU (sharing imports) and spawned with
     CUDA, whose context does not survive a fork. Returns when all have ended; raises SystemExit with the exit
     code of a rank that ended with a reason. ``heeding``: the worker handles stop signals from its beginning,
-    so a rank killed by one was still starting.
+    so one that kills a rank came before that.
     """
     environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if world_size == 1 and not apart:

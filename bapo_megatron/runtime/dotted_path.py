@@ -1,7 +1,7 @@
-"""Loader of a user's function or class: ``load_dotted_path`` imports and returns ``package.module:name``.
+"""Loader of the function or class that a setting names, such as `algorithm.loss` or `reward.function`.
 
-Importing the module runs the user's code. Raises ConfigError if module or name is missing. For settings such
-as `algorithm.loss`, `reward.function` and `rollout.engine`.
+``load_dotted_path`` imports ``package.module`` and returns ``name`` of a path ``package.module:name``, which
+runs the user's code. Raises ConfigError if the import fails or the module has no such callable.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from bapo_megatron.errors import ConfigError
 def load_dotted_path(field: str, path: str, kind: str, written: str = "") -> Any:
     """Import and return the object ``path``. Raises ConfigError, with the ``field``, on failure.
 
-    Always searches the current directory, too. ``kind``: `function` or `class`, for the message.
-    ``written``: the path as the user wrote it, if different.
+    Adds the current directory to ``sys.path``. ``kind``: `function` or `class`, for the message. ``written``:
+    the path as the user wrote it, if different.
     """
     shown = f"{field}={written or path}"
     module_name, _, name = path.partition(":")

@@ -1,6 +1,6 @@
-"""Table of the event kinds in RUN/events.jsonl, ``EVENT_KINDS``: their meaning, and who shows or sends them.
+"""Table of the event kinds in RUN/events.jsonl, ``EVENT_KINDS``: meaning, and whether it is shown or sent.
 
-``is_trouble`` returns whether `bapo status` shows an event as an error, ``is_sent`` whether
+``is_trouble`` returns whether `bapo status` may show an event as the run's last error, ``is_sent`` whether
 `logging.on_event` sends it, ``event_text`` an event as one line. An event of an unlisted kind is written, but
 neither shown nor sent.
 """
@@ -19,13 +19,11 @@ MOST_TEXT = 1000
 
 @dataclass(frozen=True)
 class EventKind:
-    """Meaning of an event kind, whether `bapo status` shows it as an error, and whether it is sent."""
+    """Event kind: its meaning, whether `bapo status` shows it as the last error, and whether it is sent."""
 
     meaning: str
     is_trouble: bool = False
-    """Whether `bapo status` shows it as the last error."""
     is_sent: bool = False
-    """Whether `logging.on_event` sends it."""
 
 
 def _usual(meaning: str) -> EventKind:
@@ -137,7 +135,7 @@ ENDS = ("done", "preempted", "stopped", "failed")
 
 
 def last_turn(newest_first: Iterable[dict[str, Any]]) -> str | None:
-    """Return the last kind among ``BEGINNINGS`` and ``ENDS`` in a run's events; None if there is none. A
+    """Return the newest kind among ``BEGINNINGS`` and ``ENDS`` in a run's events; None if there is none. A
     beginning means that the run is active or was killed."""
     kinds = (row.get("kind") for row in newest_first)
     return next((str(kind) for kind in kinds if kind in (*BEGINNINGS, *ENDS)), None)

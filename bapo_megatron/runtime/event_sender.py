@@ -2,15 +2,15 @@
 
     python -m bapo_megatron.runtime.event_sender PID
 
-PID is the trainer's process id; a run's rank 0 starts it. It resumes where its predecessor stopped, and so
+A run's rank 0, whose process id is PID, starts it. It resumes where an earlier start's sender stopped, and so
 also sends events that the job's shell wrote between two starts. As a separate process it can report a hanging
-run as `stalled` and a killed one as `failed`, and a hanging target delays no step. Each target has an outbox,
-where events queue, with retries and backoff, until accepted. No torch.
+run as `stalled` and a killed one as `failed`, and a hanging target delays no step. Each target has an
+``Outbox``, in which events wait until the target accepts them. No torch.
 
 Standard input: the ``SenderSettings`` as a line of JSON; at the run's end, the seconds left for queued
 events. If the pipe closes without that second line, the run was killed.
 
-``read_progress`` returns a run's ``Progress``, judged by the modification times of its files.
+``read_progress`` returns a run's ``Progress``, from its metrics and the modification times of its files.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class Outbox:
         return not self._queued
 
     def is_failing(self) -> bool:
-        """Whether the target has refused something that still waits."""
+        """Whether an event that the target has refused is still queued."""
         return bool(self._failures)
 
     def deliver(
         self, now: float, at_once: bool = False, is_over: Callable[[], bool] = lambda: False
     ) -> str | None:
-        """Send due events (``at_once``: all), oldest first, until ``is_over``; blocks meanwhile. Never raises
-        Refused. Returns the reason of a failure if it is the first since a success."""
+        """Send the events that are due (``at_once``: all), oldest first, until ``is_over``; blocks. Never
+        raises Refused: returns the reason of a failure if no earlier failure is pending, else None."""
         was_failing, reason = any(self._failures.values()), None
         for kind, queued in sorted(self._queued.items(), key=lambda item: item[1].begin):
             if is_over():
@@ -119,7 +119,7 @@ _STEPS = 10
 
 @dataclass(frozen=True)
 class Patience:
-    """Stall limit of a run, the longest silence without a stall: fixed minutes, or from step times."""
+    """Stall limit of a run: a longer silence is a stall. Fixed minutes, or computed from step times."""
 
     steps: int
     """Steps of the whole run; after the last there is no limit."""
@@ -140,7 +140,8 @@ class Progress:
     longest_step_s: float | None
 
     def silent_s(self, begun: float, now: float) -> float:
-        """Return seconds since the last sign of life or the start at ``begun``, all by the files' clock."""
+        """Return seconds since the last sign of life or the start at ``begun``, on the file system's
+        clock."""
         return now - max(self.at, begun)
 
     def is_stalled(self, patience: Patience, begun: float, now: float) -> bool:
@@ -212,7 +213,7 @@ class SenderSettings:
 
 class EventSender:
     """Event sender of one run: ``read`` queues new events, ``deliver`` sends them to each target,
-    ``check_progress`` writes an event on a stall. Each call blocks.
+    ``check_progress`` writes an event when the run stalls or makes progress again. Each call blocks.
 
     Failed sends are repeated. RUN/on_event.json stores each target's position, so after a kill an event may
     be sent twice. Waiting events of one kind are sent as one, with their count.
@@ -221,8 +222,8 @@ class EventSender:
     def __init__(self, order: SenderSettings) -> None:
         self._order, self._paths = order, order.paths
         self.is_awaited: Callable[[], bool] = lambda: False
-        """Whether the run waits for its last events: then ``deliver`` breaks off, since each message to a
-        hanging target takes 20 s, and the run does not wait much longer."""
+        """Whether the run has ended and waits for its last events: then ``deliver`` stops, and ``finish``
+        sends the rest within the run's limit; a message to a hanging target takes 20 s."""
         self._deadline: float | None = None
         """On the monotonic clock; None until the run has ended."""
         self._keys = [hashlib.sha256(target.encode()).hexdigest()[:12] for target in order.targets]
@@ -338,7 +339,7 @@ class EventSender:
 
 
 def work(sender: EventSender, orders: IO[bytes], parent: int) -> None:
-    """Send events until ``orders`` gives the time limit of the end, or the ``parent`` is gone."""
+    """Send events until a line in ``orders`` ends the run, with its time limit, or the ``parent`` is gone."""
     looked, sender.is_awaited = time.monotonic(), partial(_is_readable, orders)
     while os.getppid() == parent and not _is_readable(orders, _POLL_S):
         sender.read()

@@ -1,10 +1,10 @@
 """Targets of `logging.on_event`: a command, a webhook URL, or `$NAME`, an environment variable with either.
 
-``send`` delivers a message to one; it blocks for at most 20 s and raises Refused. A command reads
-the message as JSON on standard input. A URL receives a JSON POST, whose field `text` Slack, Mattermost and
-compatible services show. URLs may be secret: no message contains one, and `$NAME` keeps them out of the run
-directory.
-``target_problems`` and ``unreachable_targets`` yield errors of the setting.
+The event sender delivers each message to a target by ``send``, which blocks for at most 20 s and raises
+Refused if the target does not accept it. A command reads the message as JSON on standard input; a URL
+receives it as a JSON POST, whose field `text` Slack, Mattermost and compatible services show. URLs may be
+secret: no error text contains one, and `$NAME` keeps them out of the run directory. ``target_problems`` and
+``unreachable_targets`` yield errors of the setting, before a run.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Refused(Exception):
 
 
 def target_problems(targets: Sequence[str]) -> Iterator[str]:
-    """Yield problems in the targets' form, without reading the environment."""
+    """Yield errors in the form of the targets, without reading the environment."""
     for target in targets:
         if not _VARIABLE.fullmatch(target) and (problem := _form_problem(target)):
             yield f"logging.on_event={shown(target)}: {problem}; give a command, a URL, or $NAME"
 
 
 def unreachable_targets(targets: Sequence[str]) -> Iterator[str]:
-    """Yield preflight problems of the targets on this machine: a missing variable or program."""
+    """Yield errors of the targets on this machine: a missing variable or program."""
     for target in targets:
         value = resolved(target)
         if not value:

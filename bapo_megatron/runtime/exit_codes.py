@@ -1,9 +1,9 @@
-"""Exit codes of the command line, the one message of an error that a user can fix, and stop signals.
+"""Exit codes of commands, the message of an error that a user can fix, and handlers of stop signals.
 
-``report_error`` prints the message on stderr, kills this process's multiprocessing children and returns the
-exit code: 2 wrong input (ConfigError), 3 stopped run or full disk (RunStopped), 4 failing storage, 85
-preempted. ``exit_process(code)`` then ends the process, with os._exit if ``skip_teardown`` was called, since
-destroying an NCCL group can hang. ``cli.run`` returns the codes of other errors.
+``report_error``, called by ``cli.run`` and by each rank, prints the message on stderr, kills this process's
+multiprocessing children and returns the exit code: 2 wrong input (ConfigError), 3 stopped run or full disk
+(RunStopped), 4 failing storage, 85 preempted. The caller then passes it to ``exit_process``, which uses
+os._exit if ``skip_teardown`` was called, since destroying an NCCL group can hang.
 
 ``handling(handler)`` is a context manager in which the stop signals, SIGUSR1 and SIGTERM (Slurm's) and SIGHUP
 (a closed terminal), call ``handler`` in the main thread. Slurm sends signals to all processes of a job; the
@@ -60,8 +60,8 @@ def is_raised_on_all_ranks(error: BaseException) -> bool:
 
 
 def report_error(error: ConfigError | Preempted | RunStopped, prints: bool = True) -> int:
-    """Print an error on stderr, kill multiprocessing children and flush; return the error's exit code.
-    ``prints``: False if another rank prints the same message."""
+    """Print an error on stderr, kill multiprocessing children and flush; return the error's exit code, 4 also
+    for a ConfigError that a failing disk caused. ``prints``: False if another rank prints the message."""
     # First: a process that writes a checkpoint may wait forever to return its result, and the interpreter
     # would wait for it at exit.
     for child in multiprocessing.active_children():
@@ -128,8 +128,8 @@ def ignore_signals() -> None:
 
 
 def leave_terminal() -> None:
-    """Redirect stdout and stderr to /dev/null if they are a terminal or a pipe. A hung-up terminal fails
-    every write, and so does a pipe to ``tee``, which ended with it."""
+    """Redirect stdout and stderr to /dev/null if they are a terminal or a pipe. After a hangup every write to
+    the terminal fails, and to a pipe, too, if its reader (``tee``) has ended."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         with suppress(OSError):

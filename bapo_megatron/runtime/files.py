@@ -1,12 +1,12 @@
 """Atomic and durable file writes (temporary file, fsync, rename), and safe reads and openings of files.
 
-``write_atomically`` leaves a file whole or absent whenever the process or machine dies; it raises OSError if
-it cannot write. ``file_inside`` returns the path of a file in a folder made by others (checkpoint, model) and
-raises CheckpointError for a special file or a link out of the folder, except from a Hugging Face cache
-snapshot to its blobs; ``read_file_inside`` also reads it.
+After ``write_atomically`` a file has its old content or all of the new, even if the process or machine dies
+meanwhile; it raises OSError if it cannot write. ``file_inside`` returns the path of a file in a folder that
+others may have made (checkpoint, model) and raises CheckpointError for a special file or a link out of the
+folder, except from a Hugging Face cache snapshot to its blobs; ``read_file_inside`` returns the content.
 
-A run directory belongs to its user, so its files are opened directly; ``others_may_write`` reports
-exceptions.
+The files of a run directory, which belongs to its user, are opened without these checks; ``others_may_write``
+returns a warning if other users may write there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FETCH_LFS = "is a pointer of git-lfs, not the file itself: `git lfs pull` in tha
 """Message about such a weight file."""
 
 MOST_DESCRIPTION_BYTES = 1 << 26
-"""Size limit in bytes of files that describe others (a manifest, an index)."""
+"""Size limit, bytes, of files that describe other files (a manifest, an index)."""
 
 CHAT_TEMPLATES = "additional_chat_templates"
 """Folder in a model folder where transformers keeps all chat templates but the first."""
@@ -46,8 +46,7 @@ _MOST_PARTS = 1024
 def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
     """Write ``content`` (text as UTF-8) atomically and durably: ``path`` has its old content or all the new.
 
-    ``content`` may come in parts. The folder must exist. A crash leaves at most a hidden ``*.tmp`` file
-    there.
+    The folder must exist. A crash leaves at most a hidden ``*.tmp`` file there.
     """
     if isinstance(content, str):
         content = content.encode()
@@ -193,7 +192,7 @@ def read_file_inside(folder: Path, name: str, most_bytes: int = MOST_DESCRIPTION
 
 
 def file_below(folder: Path, name: str) -> Path:
-    """Return ``file_inside`` for a path with folders, as in a manifest: ``policy/.metadata``."""
+    """As ``file_inside``, for a ``name`` with folders, as in a manifest: ``policy/.metadata``."""
     path = Path(name)
     if path.is_absolute() or ".." in path.parts:
         raise CheckpointError(f"{folder} names {name[:200]!a}, which is not a file below the folder")
@@ -226,8 +225,8 @@ def open_lock(path: Path) -> BinaryIO:
 
 
 def others_may_write(folder: Path) -> str | None:
-    """Return who else may write to a run directory, with the consequences; None if nobody. A group with the
-    owner's name is the owner's alone, as in most distributions."""
+    """Return a warning, with the fix, about other users who may write to a run directory; None if nobody may.
+    A group with the owner's name is the owner's alone, as in most distributions."""
     status = folder.stat()
     if status.st_uid not in (os.geteuid(), 0):
         who = f"belongs to user {status.st_uid}"

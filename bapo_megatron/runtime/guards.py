@@ -1,9 +1,10 @@
 """Guards of a rank: preemption by signal or job end, a watchdog for hangs, and readable out-of-memory errors.
 
-``PreemptionSignal`` records a request to stop; the training loop polls its ``reason``, finishes the current
-update, saves, and exits with code 85; the same command continues the run. ``Watchdog`` ends a rank that makes
-no progress. ``naming_memory`` is a context manager that turns a failed allocation into an error which names
-the rank, the memory, and settings that need less. ``death`` returns the cause of a child's exit in words.
+``PreemptionSignal`` records a request to stop. The training loop polls its ``reason`` between updates; if
+there is one, the run saves and exits with code 85, and the same command continues it. ``Watchdog`` ends a
+rank that makes no progress. ``naming_memory`` is a context manager that turns a failed allocation into an
+error which names the rank, the memory, and settings that need less. ``death`` returns the cause of a
+process's death in words.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class PreemptionSignal:
 
     Caused by a stop signal, or by a Slurm job that would end before the next save. Each rank creates one.
     ``heeding`` installs the signal handlers; ``reason`` returns the cause or None, is collective, and is
-    polled wherever the run can stop. Saves nothing itself. Until ``begun`` the run starts, for up to an hour,
-    with nothing to save: a signal ends the process immediately with exit code 85.
+    polled wherever the run can stop; the caller saves. Until ``begun`` is called, for up to an hour, the run
+    is starting and has nothing to save: a signal ends the process immediately with exit code 85.
     """
 
     def __init__(self) -> None:
@@ -102,12 +103,12 @@ class PreemptionSignal:
                     stop_at_once(number[0], None)
 
     def saved(self, seconds: float) -> None:
-        """Record a checkpoint's duration: the longest must fit into the job once more."""
+        """Record a checkpoint's duration: time for the longest so far is reserved before the job's end."""
         self._longest_save_s = max(self._longest_save_s, seconds)
 
     def reason(self) -> str | None:
-        """Return the reason to stop now, for people, or None. Collective (all-reduce, max): one rank's is
-        enough.
+        """Return the reason to stop now, as text, or None. Collective (all-reduce, max): one rank's request
+        stops all.
 
         The run can stop only here, so the longest time between two calls plus a save must fit into the job.
         """
@@ -133,9 +134,9 @@ class PreemptionSignal:
 
 
 class JobEnd:
-    """End of this Slurm job: ``time`` returns it in seconds since 1970, or None, on rank 0, which decides for
-    all. The job's script exports the time, and writes it to the logs when `scontrol update TimeLimit` moves
-    it."""
+    """End of this Slurm job: ``time`` returns it in seconds since 1970; None if there is no end, and on all
+    ranks but 0, whose decision to stop reaches the others. The job's script exports the time, and writes it
+    to the logs when `scontrol update TimeLimit` moves it."""
 
     def __init__(self) -> None:
         self._given = (
@@ -159,8 +160,8 @@ class Watchdog:
     code 1.
 
     One per rank and process, started on construction. It is a C thread (faulthandler), so it works even if
-    hanging C code holds the interpreter. The loop resets it before each update and whenever it checks for
-    preemption, but not within a step with the trainer's pi_old.
+    hanging C code holds the interpreter. The loop resets it before each update, and when it polls for
+    preemption, also while it waits for rollouts.
     """
 
     def __init__(self, minutes: float) -> None:

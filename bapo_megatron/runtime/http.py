@@ -1,8 +1,8 @@
 """HTTP client for single requests, with the standard library: ``ask`` returns the ``Answer``.
 
-GET or POST, blocks up to ``timeout_s``, follows no redirect, and reads up to 8 MiB. For programs that must
-start at once or run with broken packages; engines and judges, with many requests, use aiohttp.
-``without_proxy`` returns variables with which children reach this machine by HTTP.
+GET or POST; blocks (``timeout_s`` limits each wait, not the total), follows no redirect, reads up to 8 MiB.
+For programs that must start fast or run with broken packages; clients of engines and judges use aiohttp.
+``without_proxy`` returns variables by which child processes reach servers on this machine without a proxy.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Answer:
-    """Response to one HTTP request: status, reason and content; status None if there was no response."""
+    """Response to one HTTP request: status, reason, content. Status None, never from ``ask``: no response."""
 
     status: int | None
-    """None without a response; ``reason`` says why."""
     reason: str
     content: bytes = b""
 

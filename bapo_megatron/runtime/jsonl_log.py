@@ -1,8 +1,8 @@
 """JSON-lines logs (metrics.jsonl, events.jsonl): append-only, readable during the run, intact after a kill.
 
-``JsonlLog`` and ``EventLog`` append rows; ``read_jsonl``, ``read_events`` and ``rows_from_end`` return them.
-A line is complete once its newline is written. Text after the last newline is the torn end of an interrupted
-write: readers skip it, and the log's owner removes it on opening. Lines are not individually fsynced.
+``JsonlLog`` and ``EventLog`` append rows; ``read_jsonl`` returns them and raises ConfigError for a bad line;
+``read_events`` and ``rows_from_end`` skip bad lines. Text after the last newline is the torn end of an
+interrupted write: all readers skip it, and the log's owner removes it on opening. Lines are not fsynced.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _BLOCK = 1 << 16
 
 class JsonlLog:
     """JSON-lines file open for appending by one process. ``append`` writes a row in one call, so that a kill
-    tears at most one line; ``rewind`` truncates the file for a resume. Opening it removes an earlier torn
-    end. ``append`` is thread-safe and raises RunStopped if the disk does not accept the line."""
+    tears at most one line; ``rewind`` removes the rows after a resumed run's step. The constructor removes an
+    earlier torn end. ``append`` is thread-safe and raises RunStopped if the disk does not accept the line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class JsonlLog:
             append_whole(self._file, [_line(row)], self._file.seek(0, os.SEEK_END))
 
     def rewind(self, step: int) -> None:
-        """Truncate the log after ``step``: a resumed run writes later lines again. Steps never fall."""
+        """Remove the rows after ``step``, which a resumed run writes again. Steps in a log never decrease."""
         # From the end: a long run's log has gigabytes, and all ranks wait for this.
         with self.path.open("r+b") as file:
             kept = size = file.seek(0, os.SEEK_END)
@@ -84,8 +84,8 @@ def read_jsonl(path: Path) -> list[Row]:
 
 
 def read_events(path: Path) -> list[Row]:
-    """Return an event log's rows. Damaged lines are dropped and counted on stderr. Several nodes write to it:
-    on NFS two lines may overwrite each other."""
+    """Return an event log's rows. Drops damaged lines and prints their number on stderr: several nodes write
+    to the log, and on NFS two lines may overwrite each other."""
     rows, damaged = [], 0
     for line in whole_lines(path):
         try:
@@ -127,8 +127,8 @@ def _line(row: Row) -> bytes:
 
 
 def parse_row(line: bytes) -> Row:
-    """Return a line's row; what cannot be printed, invalid UTF-8 and half surrogate pairs of a server's text,
-    becomes replacement characters. Raises ValueError without a JSON object."""
+    """Return a line's row, with replacement characters for what cannot be printed: invalid UTF-8, and lone
+    surrogates in a server's text. Raises ValueError if the line is not a JSON object."""
     row: Row = json.loads(line.decode(errors="replace"))
     if b"\\ud" in line.lower():
         text = json.dumps(row, ensure_ascii=False)

@@ -1,9 +1,9 @@
 """Parent-death handling: child processes end with their parent, even after ``kill -9`` (no orphans).
 
-Our own programs first call ``die_with_parent``. A foreign program (SGLang, a user's command) runs under a
-guardian process, ``guard``, which kills its descendants when it or the parent ends: ``python -I -S
-processes.py LIFELINE COMMAND...``. Linux only. Imports only the standard library: sandboxes and guardians
-start from this file alone.
+This package's own programs first call ``die_with_parent``. A foreign program (SGLang, a user's command) runs
+under a guardian process, ``guard``, which kills all descendants when the program or the parent ends: ``python
+-I -S processes.py LIFELINE COMMAND...``. Linux only. Imports only the standard library: sandboxes and
+guardians start from this file alone.
 
 A *lifeline* is the read end of a pipe whose write end only the parent has; the kernel closes it when the
 parent ends. child_process.py creates lifelines.
@@ -28,7 +28,7 @@ _UNKILLABLE_S = 10.0
 """Wait limit for killed processes, seconds; one in an uninterruptible call (disk, driver) is left behind."""
 
 _MOST_FILES = 1 << 20
-"""Largest soft limit on open files to set: without a limit, some programs loop up to it."""
+"""Largest soft limit on open files to set: some programs loop over all numbers up to it."""
 
 
 def allow_open_files() -> None:
@@ -63,7 +63,7 @@ def die_with_parent(lifeline: int | None = None, parent: int | None = None) -> N
 
 
 def guard(lifeline: int, command: Sequence[str]) -> int:
-    """Run a command as its guardian (subreaper): when it or the parent ends, kill all its descendants.
+    """Run a command as its guardian (subreaper): when the command or the parent ends, kill all descendants.
 
     Returns its exit code, negative for a signal. SIGTERM and SIGUSR1 do not end the guardian: sent to the
     process group they reach the command. If the guardian is killed, the command dies, too, but perhaps not

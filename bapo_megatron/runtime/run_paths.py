@@ -1,4 +1,4 @@
-"""Paths in a run directory, of every file and folder except those within the journal: ``RunPaths(root)``.
+"""Paths of the files and folders in a run directory, except those within the journal: ``RunPaths(root)``.
 
 ``step_name`` and ``moment_of`` convert between steps and folder names; ``step_entries`` lists a folder's
 steps. Nothing here creates or opens a file. ``slurm/lib/run_paths.sh`` mirrors the names that a job's shell
@@ -73,8 +73,8 @@ def _names(folder: Path) -> list[str]:
 
 class RunPaths:
     """Paths in the run directory ``root``, as attributes and methods. The directory need not exist; reads no
-    file. Use it in place of spelled names; only ``slurm/launch.py``, which must not import the package,
-    spells ``logs``."""
+    file. Code takes all names from here; only ``slurm/launch.py``, which must not import the package, has its
+    own ``logs``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -1,8 +1,8 @@
 """Disk errors: failed reads and writes become errors that end the run with the right exit code.
 
-``writing`` is a context manager around a write, which raises DiskError: on a full disk exit code 3 (the user
-makes room), on a failing file system FailingDiskError, 4 (a job is requeued). ``check_readable`` judges a
-read error, ``OldFiles`` deletes old files.
+``writing`` is a context manager around a write: a full disk becomes a DiskError, exit code 3 (the user makes
+room), a failing file system a FailingDiskError, 4 (a job is requeued). ``check_readable`` raises if a
+reader's error leaves open what is stored; ``OldFiles`` reports failed deletions, which do not end the run.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _ROOM_BYTES = 2**30
 
 
 class DiskError(RunStopped):
-    """Raised when a file cannot be written to a full disk, only on the rank that writes it. As a
-    ``RunStopped``, it ends the run with exit code 3, and the same command continues the run."""
+    """Raised when a file cannot be written because the disk is full, only on the rank that writes it. As a
+    ``RunStopped`` it ends the run with exit code 3, and the same command continues the run."""
 
 
 class FailingDiskError(DiskError, StorageFailed):
@@ -77,12 +77,12 @@ def print_kept(_kind: str, *, path: str, reason: str) -> None:
 
 
 class OldFiles:
-    """Deleter of what a run no longer needs: within ``deleting(path)`` errors of the deletion are only
-    reported.
+    """Error handling for deletions of what a run no longer needs: a ``with deleting(path)`` block deletes,
+    and its OSErrors are only reported.
 
     Undeletable files stay (a mount point, an immutable file, another user's; on NFS an open file): the run
-    continues, callers retry at their next turn, and ``report`` is called once per path. Only a failing file
-    system ends the run (FailingDiskError, exit code 4).
+    continues, the caller retries when it next deletes, and ``report`` is called once per path. Only a failing
+    file system ends the run (FailingDiskError, exit code 4).
     """
 
     def __init__(self, report: Callable[..., object] = print_kept) -> None:
@@ -92,8 +92,8 @@ class OldFiles:
 
     @contextmanager
     def deleting(self, path: Path) -> Iterator[None]:
-        """Context manager: the block deletes ``path``, and errors are reported. Raises FailingDiskError if
-        the file system fails: the run's next writes would fail, too."""
+        """Context manager: the block deletes ``path``. Raises FailingDiskError if the file system fails,
+        since the run's next writes would fail, too; reports any other OSError."""
         try:
             yield
         except OSError as error:
@@ -137,7 +137,7 @@ def check_readable(error: BaseException, what: str, path: Path) -> None:
 
 
 def _problem(error: BaseException) -> str | None:
-    """Return the message of the disk error that caused ``error``, or None."""
+    """Return the text of the disk error that caused ``error``; None if none did."""
     for cause in _chain(error):
         text = str(cause)
         for problem in _FULL + _FAILING:

@@ -1,7 +1,7 @@
 """Text tables: ``text_table`` returns lines of aligned columns, drawn by rich without colours.
 
-Widths are terminal cells, so wide characters line up. rich is imported only to draw, since commands must
-start without it.
+Widths are counted in terminal cells, so columns with wide characters line up. rich is imported only when a
+table is drawn, so commands start without it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Safe replacement of output folders: a command replaces only what it wrote itself, whole or not at all.
+"""Safe replacement of output folders: a command replaces only what it wrote, completely or not at all.
 
 For exports, conversions and prepared datasets. ``check_replaceable`` is the preflight: it raises ConfigError
 for a folder with anything that the command did not write. ``new_folder`` is the context manager of a write:
-it yields a temporary folder and puts it into place, by two renames; the next start repairs a kill in between.
+it yields a temporary folder and puts it into place by two renames. After a kill between these, the next start
+brings the old folder back. ``move_foreign_aside`` renames a folder that may not be replaced.
 
 Exports and conversions have a mark, a file that is written last and lists the other files with their sizes.
-A folder without a mark, or with anything unlisted, is never replaced or
-deleted. Copies keep their mark and are treated like the original. Prepared datasets are recognized by their
-file names.
+Without one, or with anything unlisted, their folder is never replaced or deleted. Copies keep the mark and
+are treated like the original. Prepared datasets have none: they are recognized by their file names.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def foreign_content(folder: Path, writer: str) -> str | None:
 
 
 def content_besides(folder: Path, names: set[str]) -> str | None:
-    """Return ``foreign_content`` for a folder without a mark, with only plain files of fixed ``names``."""
+    """As ``foreign_content``, for a folder without a mark, whose files all have fixed ``names``."""
     return _kind(folder) or _unlisted(folder, dict.fromkeys(names))
 
 

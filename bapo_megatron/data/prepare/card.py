@@ -1,7 +1,7 @@
 """Data card of a prepared dataset (card.json, README.md): sources, rows kept and dropped, reasons, digests.
 
-A ``Card`` counts rows; ``as_json`` and ``as_markdown`` return the content of the files. A run reads from it
-the reward for which the data was prepared (``data/problem_sets.py``).
+``prepare`` counts rows in a ``Card``. ``as_json`` and ``as_markdown`` return the files' content, ``summary``
+what is printed. A run reads from card.json for which reward the data was prepared (``problem_sets.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bapo_megatron.reward.math import is_operation
 FORMAT = 1
 
 EXAMPLES = 3
-"""Number of example dropped rows per reason."""
+"""Number of dropped rows shown per reason."""
 
 _SHOWN_CHARACTERS = 300
 _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
@@ -38,7 +38,8 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class Dropped:
-    """Dropped row, for the card's examples: the filter's name, source, row number, reason and question."""
+    """Dropped row, shown in the card as an example: number in its source, question, name of the filter that
+    dropped it (``reason``), and the filter's explanation (``why``)."""
 
     reason: str
     source: str
@@ -49,9 +50,8 @@ class Dropped:
 
 @dataclass
 class Card:
-    """Data card: sources and options with digests, counts of kept and dropped rows, examples, prompt lengths.
-    ``keep`` and ``drop`` add a row. Contains no time: equal data, options and code version give an equal
-    card."""
+    """Data card: sources with digests, options, counts of kept and dropped rows, examples, prompt lengths.
+    ``keep`` and ``drop`` count a row. Has no date: equal data, options and version give an equal card."""
 
     sources: list[dict[str, Any]]
     """Name, SHA-256 and number of rows of each source."""
@@ -69,7 +69,7 @@ class Card:
     forgeable: int = 0
     """Kept rows with forgeable tests (`reward.code_tests.forgeable_tests`)."""
     operations: int = 0
-    """Kept rows whose ground truth is an unevaluated operation, which makes such answers right."""
+    """Kept rows whose ground truth is an unevaluated operation: unevaluated answers are then right."""
     control_tokens: int = 0
     """Kept rows whose prompt spells a control token, which the model sees as text."""
     lengths: Counter[int] = field(default_factory=Counter)

@@ -1,9 +1,9 @@
-"""``bapo data prepare``: ``prepare(options)`` reads the sources, filters, and writes a prepared folder.
+"""``bapo data prepare``: ``prepare(options)`` filters sources into a dataset folder and returns its ``Card``.
 
-The folder has data.jsonl, card.json and README.md, and appears whole or not at all. Sources are read twice:
-the first pass finds repeated questions, the second filters and writes. Equal sources and
-options give equal bytes, so data.jsonl's digest identifies a dataset. Raises ConfigError for bad options or
-sources, too many invalid rows, or if no row is left.
+The folder has data.jsonl, card.json and README.md, and is renamed into place when complete. Sources are read
+twice: the first pass finds repeated and contradictory problems, the second filters and writes. Equal sources
+and options give equal bytes, so data.jsonl's digest identifies a dataset. Raises ConfigError for bad options
+or sources, if too many rows are invalid, or if none is left; fewer invalid rows are dropped and counted.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ _WRITER = "bapo data prepare"
 
 
 def prepare(options: PrepareOptions) -> Card:
-    """Prepare a dataset: write the folder ``options.output`` atomically; return its data card. Raises
-    ConfigError for bad sources, too many invalid rows, or if no row is left."""
+    """Prepare a dataset: write the folder ``options.output`` atomically; return its data card."""
     options.check()
     check_dataset_output(options.output, options.overwrite)
     instruct = options.instruct and not options.own_reward  # an own reward reads neither box nor block
@@ -99,7 +98,8 @@ def _foreign(folder: Path) -> str | None:
 
 
 def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> Iterator[Problem | RowError]:
-    """Yield a source's rows, each a problem or its error. ``renamed``: apply the options' columns."""
+    """Yield a source's rows as problems or errors. ``renamed``: apply options for columns and system
+    prompt."""
     own, column = options.own_reward, options.source_column if renamed else None
     names = {options.question_column: "problem", options.answer_column: "answer"} if renamed else {}
     dropped = options.drop_columns if renamed else ()
@@ -197,7 +197,7 @@ def _check_result(card: Card, options: PrepareOptions) -> None:
 
 
 def data_command(arguments: Sequence[str]) -> None:
-    """Prepare the dataset that the arguments describe; print what was dropped."""
+    """Run `bapo data` with ``arguments``: prepare the dataset and print its summary."""
     if arguments[:1] != ["prepare"]:
         raise ConfigError("usage: bapo data prepare SOURCE ... --output DIR [flags]; --help lists the flags")
     options = parse_options(PrepareOptions, "bapo data prepare", arguments[1:])

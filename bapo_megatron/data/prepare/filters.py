@@ -1,7 +1,7 @@
 """Filters of dataset preparation: duplicates, contamination, difficulty, length, scorability.
 
-A filter maps a ``Problem`` to the reason to drop it, or None, and raises RowError for an invalid row.
-``first_reason`` applies several in order.
+A filter maps a ``Problem`` to the reason to drop it, or None to keep it, and raises RowError for an invalid
+one. ``first_reason`` applies several in order; it returns the first that drops the problem, and why.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Duplicates:
     """Deduplication filter: keeps the first of several prompts with equal normal form, and none of them if
     their answers differ.
 
-    First pass: ``show`` every prompt (all messages). Second pass: ``conflict`` and ``repeated`` return the
-    reason to drop one, or None; ``keep`` each that no filter drops. Tests of programs are not compared.
-    Answers with different normal forms are compared as the reward does, and those that it cannot read do not
-    count.
+    First pass: ``show`` it every prompt (all messages). Second pass: the filters ``conflict`` and
+    ``repeated`` return the reason to drop a prompt, or None; ``keep`` records one that no filter drops. Tests
+    of programs are not compared. Answers with different normal forms are compared as by the reward; those
+    that it cannot read do not count.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Duplicates:
 
 
 def same_answer(answer: str, other: str) -> bool:
-    """Whether the mathematics reward accepts one of two ground truths as an answer to the other."""
+    """Whether the mathematics reward accepts one of two ground truths as a response to the other."""
     pairs = ((answer, other), (other, answer))
     return any(answers_equal(truth, last_boxed(said) or said, None, True) for truth, said in pairs)
 
@@ -108,13 +108,13 @@ class EvaluationProblem:
 
 
 class Contamination:
-    """Decontamination: an n-gram index of evaluation problems. ``match`` returns the problem that a training
-    question overlaps with most, and the share of its n-grams, 1 for an equal normal form; or None.
+    """Decontamination: an n-gram index of evaluation problems; ``overlap`` is the filter. ``match`` returns
+    the problem that a question overlaps with most and the share of its n-grams (1 if equal), or None.
 
     An evaluation problem contaminates a training question that contains at least ``share`` of the problem's
     word n-grams. N-grams in ``COMMON`` or more problems do not count: contest problems, like hundreds of
-    training questions, end alike ("where m and n are relatively prime positive integers, find m + n").
-    A problem with fewer than ``OWN`` counted n-grams ("7 + 9 =") has no reliable share: it must be equal in
+    training questions, end alike ("where m and n are relatively prime positive integers, find m + n"). A
+    problem with fewer than ``OWN`` counted n-grams ("7 + 9 =") has no reliable share: it must be equal in
     normal form.
     """
 
@@ -144,7 +144,7 @@ class Contamination:
         return (self._problems[-number], best) if best >= self._share else None
 
     def overlap(self, problem: Problem) -> str | None:
-        """Return the reason to drop a question of an evaluation set, or None."""
+        """Return the reason to drop a problem that an evaluation set contains, or None."""
         match = self.match(problem.dialogue)
         if match is None and len(problem.messages) > 1:
             match = self.match(problem.question)
@@ -167,7 +167,7 @@ def difficulty_filter(path: str, least: float, most: float) -> Filter:
 
 
 def length_filter(tokenizer: Any, most: int, lengths: Counter[int]) -> Filter:
-    """Return a filter that drops prompts of more than ``most`` tokens; ``lengths`` counts those of others."""
+    """Return a filter that drops prompts of more than ``most`` tokens; ``lengths`` counts the others."""
 
     def why(problem: Problem) -> str | None:
         count = len(prompt_token_ids(problem.messages, tokenizer))
@@ -180,8 +180,8 @@ def length_filter(tokenizer: Any, most: int, lengths: Counter[int]) -> Filter:
 
 
 def scorable(reward: str) -> Filter:
-    """Return a filter that drops problems that the built-in reward cannot score, none for a user's reward.
-    Such as an answer that is not mathematics, invalid tests, or no entry of a task."""
+    """Return a filter that drops problems that the built-in reward cannot score (an answer that is not
+    mathematics, invalid tests, no entry of a task). With a user's reward it drops none."""
     if (check_info := extra_info_check(reward)) is not None:
         return lambda problem: check_info(problem.extra_info)
     unreadable = unreadable_truth(reward)
@@ -189,7 +189,7 @@ def scorable(reward: str) -> Filter:
 
 
 def unreadable_truth(reward: str) -> Callable[[str], str | None]:
-    """Return the check of ground truths of a reward: why it cannot read one, or None."""
+    """Return a function that says why the reward cannot read a ground truth; None if it can."""
     check = ground_truth_check(reward)
     if check is None:
         return lambda _truth: None

@@ -1,8 +1,8 @@
-"""Text normalization: the normal form of questions for deduplication and decontamination.
+"""Text normalization: normal forms of questions, to find duplicates and overlaps, and of short answers.
 
-``tokens``, ``words`` and ``ngrams`` return its parts, ``key`` its hash, ``answer_text`` that of an answer.
-Drops case, spaces, dollar signs, LaTeX spacing and final punctuation; keeps symbols and numbers. Pure
-functions.
+``tokens`` returns a question's normal form, ``key`` the hash of it, ``words`` the words and numbers in it,
+``ngrams`` a list's n-grams; ``answer_text`` the normal form of an answer, also for majority votes. They drop
+case, spaces, dollar signs, LaTeX spacing and final punctuation, and keep symbols and numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def key(question: str) -> bytes:
 
 
 def answer_text(answer: str) -> str:
-    """Return an answer's normal form, without typesetting; integers without leading zeros."""
+    """Return an answer's normal form: its tokens joined without spaces, integers without leading zeros."""
     text = "".join(tokens(answer))
     digits = text.removeprefix("+")
     whole = digits.isascii() and digits.removeprefix("-").isdecimal() and len(digits) < 100

@@ -1,10 +1,10 @@
 r"""Schema adapters: ``problem_of`` converts a row of any known dataset schema into a ``Problem``.
 
 Chat rows (Skywork-OR1-RL-Data, DAPO-Math-17k, this project's own) have ``prompt``, as messages or text, and
-``reward_model.ground_truth``. Plain rows have a question, as messages or text, and an answer in separate
-columns: ``prompt`` without ``reward_model`` (slime, TRL, verifiers), ``problem`` or ``question`` (DeepScaleR,
-MATH-500, AIME); ``answer`` (GSM8K's ends with ``#### 72``), a ``solution`` with a box, ``final_answer``,
-``expected_answer``, ``label`` or ``tests``. Names may be capitalised.
+``reward_model.ground_truth``. Plain rows have a column with the question, as messages or text (``prompt``
+without ``reward_model`` in slime, TRL, verifiers; ``problem`` or ``question`` in DeepScaleR, MATH-500, AIME),
+and one with the answer (``answer``, in GSM8K after ``####``; the last box of a ``solution``;
+``final_answer``, ``expected_answer``, ``label`` or ``tests``). Names may be capitalised.
 
 Reward functions read an answer in ``\boxed{}``, or a program in a fenced block. A prompt that does not ask
 for that form gets an instruction, and contradicting instructions are removed (DAPO's line "Answer:", ``####``
@@ -62,8 +62,7 @@ _BOX_REQUEST = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem in the common format: chat messages, question, ground truth, data source, extra info. ``row``
-    returns its line of data.jsonl."""
+    """Problem in the common format: chat messages, question, ground truth, data source, extra info."""
 
     messages: list[Message]
     question: str
@@ -132,8 +131,8 @@ class Problem:
 def with_columns(row: Row, names: Mapping[str | None, str]) -> Row:
     """Return the row as a plain row: the user's columns, keys of ``names``, get a plain row's names.
 
-    A None key is skipped: ``prompt`` is then the question of a row without another. Raises RowError for a
-    missing column.
+    Drops ``reward_model``, and ``prompt`` if another column is the question. A None key is a column that the
+    user did not name; unchanged if there are only such. Raises RowError for a missing column.
     """
     if not any(names):
         return row
@@ -177,8 +176,8 @@ def problem_of(
 ) -> Problem:
     """Convert row ``number`` of ``source`` into a problem. Raises RowError for anything missing or wrong.
 
-    ``instruct``: add an instruction to prompts that do not ask for the form that the reward reads.
-    ``own_reward``: a user's reward function, which takes any ground truth.
+    Other columns and the number go into ``extra_info``. ``instruct``: add an instruction to prompts that do
+    not ask for the form that the reward reads. ``own_reward``: as in ``Problem``.
     """
     named = {name.lower(): value for name, value in row.items()}
     truth = named.get("reward_model")  # may be None if other rows have it

@@ -1,10 +1,10 @@
 """reasoning-gym dataset source: problems generated from its tasks, without a network.
 
-``tasks_of`` returns the ``GeneratedSource`` of a text ``reasoning-gym:TASK,TASK``. A child process generates
-the problems, ``python -m bapo_megatron.data.prepare.reasoning_gym LIFELINE``: some tasks iterate over sets of
-texts, whose order only a new interpreter with a fixed hash seed can fix. LIFELINE is the file descriptor of a
-pipe that closes when the parent ends. Requests are lines of JSON: first whether the tasks are usable, then
-the problems of each task. Equal requests have equal replies.
+``tasks_of`` returns the ``GeneratedSource`` for a text ``reasoning-gym:TASK,TASK``. A child process generates
+the problems, ``python -m bapo_megatron.data.prepare.reasoning_gym LIFELINE``, because some tasks iterate over
+sets of strings, whose order only a new interpreter with a fixed hash seed makes reproducible. LIFELINE is the
+file descriptor of a pipe that closes when the parent ends. Requests and replies are lines of JSON: first
+whether the tasks are usable, then each task's problems. Equal requests get equal replies.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class GeneratedSource:
 
 
 def tasks_of(text: str, size: int | None, seed: int, settings: Mapping[str, Any]) -> GeneratedSource:
-    """Return the source of ``reasoning-gym:TASK,TASK``. Raises ConfigError if its size is missing or too
-    small."""
+    """Return the source for ``reasoning-gym:TASK,TASK``; generates nothing yet. Raises ConfigError if
+    ``size`` is missing or below the number of tasks."""
     names = tuple(name.strip() for name in text.removeprefix(PREFIX).split(",") if name.strip())
     if size is None:
         raise ConfigError(f"source {text}: how many problems? Give --size, which the tasks share equally")

@@ -1,8 +1,9 @@
-"""Dataset sources, read row by row: a JSONL, JSON or parquet file, a hub dataset, CHAMP, generated problems.
+"""Dataset sources: a JSONL, JSON or parquet file, a dataset of the hub, CHAMP, or generated problems.
 
-``open_source(text)`` returns one. Each has ``name``, ``digest()``, and ``rows()``, which may be called
-repeatedly. CHAMP's 270 contest problems come from the package champ-dataset; only those with a numeric answer
-are read, since other answers are words or plain-text formulas.
+``open_source(text)`` returns one. A source has ``name``, ``digest()``, and ``rows()``, which yields
+unconverted rows and may be called repeatedly. CHAMP's 270 contest problems come from the package
+champ-dataset; only those with a numeric answer are read, since other answers are words or plain-text
+formulas.
 """
 
 from __future__ import annotations
@@ -73,12 +74,12 @@ class HubSource:
 
 
 class ChampSource:
-    """Dataset source of champ-dataset's contest problems, in its order; each call of ``rows`` reads it."""
+    """Dataset source of the installed package champ-dataset: contest problems with a numeric answer."""
 
     name = CHAMP
 
     def rows(self) -> Iterator[Row]:
-        """Yield problems with a numeric answer. Raises ConfigError if the package is not installed."""
+        """Yield the problems in their order. Raises ConfigError if the package is not installed."""
         for problem in json.loads(self._path.read_text(encoding="utf-8"))["problems"].values():
             if answer := _champ_number(problem["_raw_answer"]):
                 yield {

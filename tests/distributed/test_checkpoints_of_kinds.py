@@ -35,7 +35,7 @@ LOADED = {
 }
 WRITTEN = [
     *((EXPERTS, "float32", text) for text in ("dp2-ep2", "tp2-sp-etp2")),
-    *((EXPERTS, "bfloat16", text) for text in SOME),
+    *((EXPERTS, "bfloat16", text) for text in ("dp2-pp3-ep2", "dp2-tp2-sp-ep2-etp2")),
     *((HYBRID, dtype, "tp2-sp-pp2") for dtype in ("float32", "bfloat16")),
     *((EXPERT_HYBRID, dtype, "tp2-sp-ep2") for dtype in ("float32", "bfloat16")),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ PINNED, *NEWER = VERSIONS[VERSIONS.index(te_version()) :]
 """The version that is tested with the installed megatron-core, and newer ones, with theirs."""
 
 
-def at_versions(cases: Iterable[tuple[Any, ...]], *quick: tuple[Any, ...]) -> list[Any]:
-    """Parameters, ``te`` first: all cases at the pinned version, the quick ones at newer ones, too.
+def at_versions(
+    cases: Iterable[tuple[Any, ...]], *quick: tuple[Any, ...], newer: Sequence[tuple[Any, ...]] | None = None
+) -> list[Any]:
+    """Parameters, ``te`` first: all cases at the pinned version, some (the quick ones) at newer ones, too.
 
     ``make test`` has the quick ones at the pinned version.
     """
-    more = [(version, *case) for version in NEWER for case in quick]
+    more = [(version, *case) for version in NEWER for case in (quick if newer is None else newer)]
     return slow_but([*((PINNED, *case) for case in cases), *more], *((PINNED, *case) for case in quick))
 
 

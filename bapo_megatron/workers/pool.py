@@ -127,6 +127,9 @@ class WorkerPool:
         self._holders: dict[Hashable, tuple[_WorkerSlot, int]] = {}
         self._numbers = count()
         self._tasks: list[asyncio.Task[None]] = []
+        self._pending: set[asyncio.Future[Any]] = set()  # of the calls
+        self._defect: BaseException | None = None
+        """Exception in the pool's own code, which every call raises: its slot takes no more calls."""
 
     async def start(self) -> list[str]:
         """Start all workers; return one's notes. None is left after a ConfigError, ChildError or OSError."""
@@ -149,17 +152,21 @@ class WorkerPool:
     async def call(self, kind: CallKind, question: Any, holder: Hashable | None = None) -> Any:
         """Return the function's answer to ``question`` (JSON values). Raises CallFailed if there is none.
         Cancellation of this call cancels an async function; a plain one runs to its end."""
-        number = next(self._numbers)
+        if self._defect is not None:
+            raise self._defect
         future = asyncio.get_running_loop().create_future()
-        call = _Call(number, kind, question, holder, future)
-        self.waiting.append(call)
-        self.deal()
+        call = _Call(next(self._numbers), kind, question, holder, future)
+        self._pending.add(future)
         try:
+            self.waiting.append(call)
+            self.deal()
             return await future
         except asyncio.CancelledError:
             for worker in self._workers:
                 worker.withdraw(call)
             raise
+        finally:
+            self._pending.discard(future)
 
     def forget(self, holder: Hashable) -> None:
         """Forget which worker has the object of ``holder``, which makes no more calls."""
@@ -172,8 +179,8 @@ class WorkerPool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for call in self._outstanding():
-            call.future.cancel()
+        for future in self._pending:
+            future.cancel()
 
     def deal(self) -> None:
         """Dispatch calls: to each worker its own, then those of the queue to the least loaded workers."""
@@ -197,11 +204,12 @@ class WorkerPool:
             worker.held.add(call.holder)
 
     def cannot_start(self, worker: _WorkerSlot) -> None:
-        """Move an unstartable worker's calls to another; if there is none, fail all calls."""
+        """Move an unstartable worker's calls to the others; if there is none, fail all calls."""
         others = [other for other in self._workers if not other.start_error]
         if others:
-            others[0].own.extend(worker.own)
-            worker.own.clear()
+            while worker.own:
+                least = min(others, key=lambda other: len(other.own) + len(other.in_flight))
+                least.own.append(worker.own.popleft())
             self.deal()
             return
         for queue in (worker.own, self.waiting):
@@ -223,16 +231,12 @@ class WorkerPool:
             call.fail("died", "the worker that held it has ended")
         return not call.kind.repeatable
 
-    def _outstanding(self) -> list[_Call]:
-        own = [call for worker in self._workers for call in (*worker.in_flight.values(), *worker.own)]
-        return [*own, *self.waiting]
-
     def _note_defect(self, task: asyncio.Task[None]) -> None:
-        """Pass an exception in the pool's own code to all callers, which would otherwise wait forever."""
-        error = None if task.cancelled() else task.exception()
-        for call in self._outstanding() if error else ():
-            if error and not call.future.done():
-                call.future.set_exception(error)
+        if not task.cancelled() and (error := task.exception()):
+            self._defect = error
+            for future in self._pending:
+                if not future.done():
+                    future.set_exception(error)
 
 
 class _WorkerSlot:

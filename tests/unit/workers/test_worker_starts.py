@@ -91,6 +91,29 @@ async def test_a_place_that_cannot_start_a_worker_leaves_its_calls_to_the_others
         assert await pool.call(kind("wait"), 0) in pids_of(pool)
 
 
+def test_calls_of_a_place_that_cannot_start_are_shared_out() -> None:
+    pool = WorkerPool(WorkerProgram(COMMAND, {}), 3)
+    broken, *others = pool._workers
+    broken.start_error = "exit code 9"
+    broken.own.extend(range(4))  # type: ignore[arg-type]
+    pool.deal = lambda: None  # type: ignore[method-assign]
+    pool.cannot_start(broken)
+    assert [len(other.own) for other in others] == [2, 2]
+
+
+async def test_a_defect_of_the_pool_itself_fails_every_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools._WorkerSlot, "_suspect", lambda *_: 1 / 0)
+    async with pooling() as pool:
+        begun = asyncio.create_task(act(pool, tmp_path / "notes", "a"))
+        await noted(tmp_path / "notes", 1)
+        os.kill(pids_of(pool)[0], signal.SIGKILL)
+        for call in (begun, pool.call(kind("count"), "b")):
+            with pytest.raises(ZeroDivisionError):
+                await asyncio.wait_for(call, 20)
+
+
 async def test_closing_ends_what_runs_hangs_or_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
     python -m benchmarks.weight_sync            # five minutes on two cores
     python -m benchmarks.weight_sync --quick
 
-- disk: ``WeightStaging.write`` against a copy of the same files, into the page cache or synced to disk;
+- disk: ``SingleWriter.write`` against a copy of the same files, into the page cache or synced to disk;
 - broadcast: ``WeightBroadcast.send`` to one receiver process against ``dist.broadcast`` of as many bytes
   in chunks of a bucket's size. The receiver stands in for a server (benchmarks/receiver.py).
 
@@ -28,9 +28,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bapo_megatron.rollout.weight_sync.broadcast import SendingGroup, WeightBroadcast
-from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from benchmarks.common import is_quick, machine, peaks_above, rounds_in_turns, save_model, write
 from benchmarks.receiver import ReceiverProcess
+from tests.support.staging import SingleWriter
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ class Model:
 
 def disk_ways(model: Model, folder: Path) -> dict[str, Callable[[], object]]:
     """Functions that stage a version and that copy the staged files, unsynced and synced."""
-    staging = WeightStaging(folder / "staged", model.folder)
+    staging = SingleWriter(folder / "staged", model.folder)
     staged = staging.write(model.weights(), 0)
 
     def stage() -> Path:

@@ -21,9 +21,9 @@ class Transport:
     """Table entry of a weight transport: dotted paths of its sender and driver classes, whether engines must
     be colocated, and the engine protocol that it needs."""
 
-    sender: str
-    """Path of the trainer's side, a ``weight_sync/disk.Sender``. It calls ``begin``, ``receive``,
-    ``confirm`` and ``resume``."""
+    sender: str | None = None
+    """Path of the trainer's side, a ``WeightSync`` that takes ``weight_sync/disk.SenderParts``. It calls
+    ``begin``, ``receive``, ``confirm`` and ``resume``. None: disk sync, every transport's fallback."""
     driver: str = f"{_UPDATES}:WeightUpdates"
     """Path of the side of the sampler's process, ``WeightUpdates`` or a subclass, which answers them. The
     default finds sleeping engines alone, which ``begin`` names."""
@@ -41,7 +41,7 @@ class Transport:
 
 
 TRANSPORTS = {
-    "disk": Transport(sender=f"{_SYNC}.disk:DiskSync", folders=2),
+    "disk": Transport(folders=2),
     "broadcast": Transport(
         sender=f"{_SYNC}.broadcast:BroadcastSync",
         driver=f"{_UPDATES}:BroadcastUpdates",

@@ -34,7 +34,7 @@ from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.process import Setup
 from bapo_megatron.rollout.sampler.step_batches import ReplaySampler
 from bapo_megatron.rollout.sampler.turns import tools_of
-from bapo_megatron.rollout.weight_sync.disk import DiskSync, SenderParts, WeightStaging, sender_class
+from bapo_megatron.rollout.weight_sync.disk import DiskSync, NoSync, SenderParts, WeightStaging, sender
 from bapo_megatron.runtime.distributed import barrier, is_main, on_all_ranks
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.storage import OldFiles, print_kept
@@ -309,17 +309,12 @@ def build_weight_sync(
     """Return the weight sync to the engines: the transport's sender, with a disk sync in ``folder`` as its
     fallback; in a replay one that sends nothing. Collective. ``hf_path``: folder of the model's config.
     ``sampler``, ``servers``: None except on rank 0."""
-    samples, engine = rollout.replay is None, rollout.engine_config
-    make = (
-        engine_backend(rollout.engine).weight_digester(rollout, hf_path, policy.device.type)
-        if samples
-        else None
-    )
-    disk = DiskSync(sampler, WeightStaging(folder, hf_path, _old_files(on_event)) if samples else None, make)
-    if not samples:
-        return disk
+    if rollout.replay is not None:
+        return NoSync()
+    make = engine_backend(rollout.engine).weight_digester(rollout, hf_path, policy.device.type)
+    disk = DiskSync(sampler, WeightStaging(folder, hf_path, _old_files(on_event)), make)
     parts = SenderParts(
-        engine=engine,
+        engine=rollout.engine_config,
         disk=disk,
         client=sampler if isinstance(sampler, SamplerClient) else None,
         gpus=servers.gpus if servers else {},
@@ -327,4 +322,4 @@ def build_weight_sync(
         on_event=on_event,
         make_digester=make,
     )
-    return sender_class(engine.sync).open(parts)
+    return sender(parts)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from bapo_megatron.interfaces import Engine, ReceivesHandles, ReleasesMemory
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
-from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.rollout.weight_sync.ipc import handles_of, shareable
 from bapo_megatron.types import GenerateRequest, Generation, WeightPart
+from tests.support.staging import SingleWriter
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class BlockingEngine:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.engine = self._wait(_awaited(make))
-        self._staging = WeightStaging(staging, folder)
+        self._staging = SingleWriter(staging, folder)
         self.weight_version = self._wait(self.engine.weight_version())
         self._closed = False
         self.tensor = 1

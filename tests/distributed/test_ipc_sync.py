@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.config import ParallelConfig
+from bapo_megatron.config import ParallelConfig, SglangConfig
 from bapo_megatron.hf.weight_stream import checked_weights
 from bapo_megatron.rollout.engines.sent_weights import SentDigests
 from bapo_megatron.rollout.weight_sync import ipc
+from bapo_megatron.rollout.weight_sync.disk import SenderParts
 from bapo_megatron.rollout.weight_sync.ipc import IpcSync
 from tests.support.plain_digester import PlainDigester, plain_digests
 from tests.support.workers import run_layout
@@ -122,16 +123,16 @@ Scene = tuple[IpcSync, Gathered, Engines, Disk, list[dict[str, Any]]]
 def scene(bucket_bytes: int = 700) -> Scene:
     engines, disk, events = Engines(), Disk(), list[dict[str, Any]]()
     is_main = dist.get_rank() == 0
-    sync = IpcSync(
-        disk,  # type: ignore[arg-type]
-        engines if is_main else None,
-        GPUS if is_main else {},
-        torch.device("cpu"),
-        bucket_bytes / 2**20,
-        events.append,
-        PlainDigester,
+    parts = SenderParts(
+        engine=SglangConfig(bucket_mb=bucket_bytes / 2**20),
+        disk=disk,  # type: ignore[arg-type]
+        client=engines if is_main else None,  # type: ignore[arg-type]
+        gpus=GPUS if is_main else {},
+        device=torch.device("cpu"),
+        on_event=events.append,
+        make_digester=PlainDigester,
     )
-    return sync, Gathered(), engines, disk, events
+    return IpcSync(parts), Gathered(), engines, disk, events
 
 
 def handed_over() -> dict[str, Any]:

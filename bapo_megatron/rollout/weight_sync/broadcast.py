@@ -27,9 +27,9 @@ from torch.distributed import distributed_c10d as c10d
 from bapo_megatron.config import EngineConfig
 from bapo_megatron.errors import printable
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester
+from bapo_megatron.rollout.engines.sent_weights import DigestingIterator
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
-from bapo_megatron.rollout.weight_sync.disk import DiskSync, SenderParts
+from bapo_megatron.rollout.weight_sync.disk import SenderParts
 from bapo_megatron.runtime.distributed import bound_store, broadcast_from_main
 from bapo_megatron.runtime.http import LOOPBACK
 from bapo_megatron.types import BroadcastGroup, BucketSpec
@@ -272,37 +272,23 @@ class BroadcastSync:
 
     ``push`` (collective) returns when the engines have the weights and their digests (hashes) match. A failed
     broadcast is a run event, not an error: all engines load from disk, and the next push forms a new group.
-    ``engines`` and ``broadcast`` are None except on rank 0.
     """
 
-    def __init__(
-        self,
-        engines: SamplerClient | None,
-        broadcast: WeightBroadcast | None,
-        disk: DiskSync,
-        on_event: Callable[[dict[str, Any]], None],
-        make_digester: MakeDigester | None = None,
-    ) -> None:
-        self._engines, self._broadcast, self._disk, self._on_event = engines, broadcast, disk, on_event
-        self._make_digester = make_digester
-
-    @classmethod
-    def open(cls, parts: SenderParts) -> BroadcastSync:
-        engine = parts.engine
-        if parts.client is None:
-            return cls(None, None, parts.disk, parts.on_event)
+    def __init__(self, parts: SenderParts) -> None:
+        self._engines, self._disk, self._on_event = parts.client, parts.disk, parts.on_event
+        self._make_digester, engine = parts.make_digester, parts.engine
         # Longer than the engines' timeout, because their error, which names the engine, must come first.
         timeout_s = 1.1 * 60 * engine.update_minutes
-        sender = WeightBroadcast(parts.device, sender_address(engine), engine.bucket_mb, timeout_s)
-        return cls(parts.client, sender, parts.disk, parts.on_event, parts.make_digester)
+        address = sender_address(engine)
+        self._broadcast = WeightBroadcast(parts.device, address, engine.bucket_mb, timeout_s)
 
     def push(self, policy: Policy, step: int) -> None:
         """Broadcast the weights to every engine that answers; if one fails, all load from disk."""
         failed = None
         if policy.data_rank == 0:
             weights = policy.hf_weights()
-            if self._engines is not None and self._broadcast is not None:
-                failed = self._attempt(self._engines, self._broadcast, weights, policy.version, step)
+            if self._engines is not None:
+                failed = self._attempt(self._engines, weights, policy.version, step)
             # Even after a failure, because the replica's other ranks wait in the same all-gathers.
             for _ in weights:
                 pass
@@ -313,13 +299,9 @@ class BroadcastSync:
             self._disk.push(policy, step)
 
     def _attempt(
-        self,
-        engines: SamplerClient,
-        broadcast: WeightBroadcast,
-        weights: Iterator[tuple[str, Tensor]],
-        version: int,
-        step: int,
+        self, engines: SamplerClient, weights: Iterator[tuple[str, Tensor]], version: int, step: int
     ) -> str | None:
+        broadcast = self._broadcast
         try:
             ranks, are_joined = engines.submit("gather").result()
             if not ranks:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ _VERSION = re.compile(r"v\d+|\.v\d+\.tmp|\.v\S+\.deleted")
 
 @dataclass(frozen=True, kw_only=True)
 class SenderParts:
-    """Argument of ``Sender.open``, on every rank: settings, disk fallback, sampler client, GPUs, device."""
+    """Argument of a sender's class, on every rank: settings, disk fallback, sampler client, GPUs, device."""
 
     engine: EngineConfig
     disk: DiskSync
@@ -60,18 +60,20 @@ class SenderParts:
     make_digester: MakeDigester | None
 
 
-class Sender(WeightSync, Protocol):
-    """Protocol of a transport's ``WeightSync`` class: its class method ``open`` returns a run's sender."""
+def sender(parts: SenderParts) -> WeightSync:
+    """Return a run's sender, on every rank: that of its transport in ``config/transports.py``."""
+    path = TRANSPORTS[parts.engine.sync].sender
+    if path is None:
+        return parts.disk
+    made: WeightSync = load_dotted_path("sync", path, "class")(parts)
+    return made
 
-    @classmethod
-    def open(cls, parts: SenderParts) -> WeightSync:
-        """Return a run's sender; called on every rank."""
 
+class NoSync:
+    """``WeightSync`` of a replay, in which nothing is sampled: sends nothing."""
 
-def sender_class(sync: str) -> type[Sender]:
-    """Return the sender class of the transport ``sync``, listed in ``config/transports.py``."""
-    sender: type[Sender] = load_dotted_path("sync", TRANSPORTS[sync].sender, "class")
-    return sender
+    def push(self, policy: Policy, step: int) -> None:
+        pass
 
 
 class DiskSync:
@@ -81,43 +83,37 @@ class DiskSync:
     def __init__(
         self,
         sampler: Sampler | None,
-        staging: WeightStaging | None,
-        make_digester: MakeDigester | None = None,
+        staging: WeightStaging,
+        make_digester: MakeDigester | None,
     ) -> None:
-        """``sampler``: None except on rank 0. ``staging``: None in a replay, where nothing is sampled."""
+        """``sampler``: None except on rank 0."""
         self._sampler, self._staging = sampler, staging
         self._make_digester = make_digester
         self._writers: list[int] = []  # ranks of the first replica, which write; empty before the first push
 
-    @classmethod
-    def open(cls, parts: SenderParts) -> DiskSync:
-        return parts.disk
-
     def push(self, policy: Policy, step: int) -> None:
         """All-gather the weights within rank 0's replica, write them and make the engines load them."""
-        if self._staging is None:
-            return
-        folder = self._write(self._staging, policy)
+        folder = self._write(policy)
         on_all_ranks(lambda: self._load(folder, policy.version, step))
 
     def discard(self) -> None:
         """Delete the folders of all versions, so that no engine can load them."""
-        if self._staging is not None and self._sampler is not None:
+        if self._sampler is not None:
             self._staging.keep_only(None)
 
     def checked(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield ``weights``, checked as in ``WeightStaging.checked``."""
-        return self._staging.checked(weights) if self._staging is not None else weights
+        return self._staging.checked(weights)
 
     def _load(self, folder: Path, version: int, step: int) -> None:
-        if self._sampler is not None and self._staging is not None:
+        if self._sampler is not None:
             self._sampler.load_weights(folder, version, step)
             # Only now, because the pool revives engines with the previous version until the call above.
             self._staging.keep_only(folder)
 
-    def _write(self, staging: WeightStaging, policy: Policy) -> Path:
+    def _write(self, policy: Policy) -> Path:
         """Write ``policy.version`` and return its folder on every rank. All raise if one cannot write."""
-        version = policy.version
+        version, staging = policy.version, self._staging
         if not self._writers:
             replicas = all_gather(policy.data_rank)
             self._writers = [rank for rank, replica in enumerate(replicas) if replica == 0]
@@ -155,7 +151,7 @@ class WeightStaging:
     """Writer of weight versions: HF folders that appear in ``folder`` atomically, by a rename.
 
     Call order: ``prepare`` on rank 0; ``write_share`` on every writer; ``publish`` on rank 0; then, even on
-    error, ``discard``. ``write`` does all four for a single writer. The caller synchronizes the ranks.
+    error, ``discard``. The caller synchronizes the ranks.
     """
 
     def __init__(self, folder: Path, hf_path: Path, old: OldFiles | None = None) -> None:
@@ -175,15 +171,6 @@ class WeightStaging:
         """Return a version's folder, which exists once it is published."""
         return self._folder / f"v{version}"
 
-    def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
-        """Write all weights as the only writer and return their folder. Raises as ``write_share`` does."""
-        self.prepare(version)
-        try:
-            self.publish(version, self.write_share(weights, version))
-        finally:
-            self.discard(version)
-        return self.folder(version)
-
     def prepare(self, version: int) -> None:
         temporary, final = self._temporary(version), self.folder(version)
         with writing(f"weights of version {version}", final):
@@ -196,7 +183,7 @@ class WeightStaging:
             (temporary / "config.json").write_bytes(config)
 
     def write_share(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, writer: int = 0, writers: int = 1
+        self, weights: Iterable[tuple[str, Tensor]], version: int, writer: int, writers: int
     ) -> dict[str, WrittenShard]:
         """Check all ``weights``, write the share of one of ``writers``, and return its files by name. Raises
         ValueError unless ``weights`` are exactly the model's tensors, ConfigError if the folder is not

@@ -38,9 +38,9 @@ from torch import Tensor
 from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_strategy
 
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester
+from bapo_megatron.rollout.engines.sent_weights import DigestingIterator
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
-from bapo_megatron.rollout.weight_sync.disk import DiskSync, SenderParts
+from bapo_megatron.rollout.weight_sync.disk import SenderParts
 from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, GROWING_SEGMENTS, environment_variable
 from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, on_all_ranks
 
@@ -61,37 +61,15 @@ class IpcSync:
     a run event, not an error.
     """
 
-    def __init__(
-        self,
-        disk: DiskSync,
-        engines: SamplerClient | None,
-        gpus: Mapping[str, Sequence[int]],
-        device: torch.device,
-        bucket_mb: float,
-        on_event: Callable[[dict[str, Any]], None],
-        make_digester: MakeDigester | None = None,
-    ) -> None:
-        """``engines`` and ``gpus`` (GPU numbers by engine name) are known only on rank 0."""
-        self._make_digester = make_digester if engines is not None else None
-        self._disk, self._engines, self._gpus, self._on_event = disk, engines, gpus, on_event
-        self._device = device
-        if device.type == "cpu":
+    def __init__(self, parts: SenderParts) -> None:
+        self._disk, self._engines, self._gpus = parts.disk, parts.client, parts.gpus
+        self._on_event, self._device = parts.on_event, parts.device
+        self._make_digester = parts.make_digester if parts.client is not None else None
+        if parts.device.type == "cpu":
             remove_leftovers()
-        empty = partial(shareable, device=device)
-        self._buckets = Buckets(int(bucket_mb * 2**20), device, empty)
+        empty = partial(shareable, device=parts.device)
+        self._buckets = Buckets(int(parts.engine.bucket_mb * 2**20), parts.device, empty)
         self._step = 0
-
-    @classmethod
-    def open(cls, parts: SenderParts) -> IpcSync:
-        return cls(
-            parts.disk,
-            parts.client,
-            parts.gpus,
-            parts.device,
-            parts.engine.bucket_mb,
-            parts.on_event,
-            parts.make_digester,
-        )
 
     def push(self, policy: Policy, step: int) -> None:
         """Announce the weights, the result of ``step``, with which engines will wake."""

@@ -18,11 +18,11 @@ from bapo_megatron.policy.layout import layout_problems
 from bapo_megatron.rollout.engines.backend import engine_backend
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.server_process import server_command
-from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from checkpoints_tools import reshard, to_hf, to_megatron, verify
 from checkpoints_tools.formats.mp_rank import MpRank
 from checkpoints_tools.formats.safetensors_folder import untrained_tensors
 from tests.support.models import EXPERT_HYBRID, HYBRID, HYBRIDS, save_tiny_model, tiny_model
+from tests.support.staging import SingleWriter
 
 UNTRAINED = {
     "model.visual.patch_embed.proj.weight": (4, 3, 2, 2, 2),
@@ -210,7 +210,7 @@ def test_exports_and_hand_overs_tell_servers_which_layers_have_full_attention(
     to_megatron(folder, tmp_path / "megatron")
     to_hf(tmp_path / "megatron", tmp_path / "export")
     trained = {name: HfReader(folder).read(name) for name in hf_tensors(shape)}
-    handed = WeightStaging(tmp_path / "weights", folder).write(trained.items(), 1)
+    handed = SingleWriter(tmp_path / "weights", folder).write(trained.items(), 1)
     for made in (tmp_path / "export", handed):
         assert json.loads((made / "config.json").read_text()) == json.loads(with_it)
     assert set(HfReader(handed).names) == set(trained)
@@ -221,7 +221,7 @@ def test_a_tied_multimodal_model_is_handed_over_without_an_output_layer(tmp_path
     folder = save_multimodal(tmp_path / "hf", tied=True)
     weights = {name: HfReader(folder).read(name) for name in hf_tensors(read_model_shape(folder))}
     twice = {**weights, "lm_head.weight": weights["model.language_model.embed_tokens.weight"]}
-    handed = WeightStaging(tmp_path / "weights", folder).write(twice.items(), 1)
+    handed = SingleWriter(tmp_path / "weights", folder).write(twice.items(), 1)
     assert set(HfReader(handed).names) == set(weights)
 
 

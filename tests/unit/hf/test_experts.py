@@ -22,10 +22,10 @@ from bapo_megatron.hf.parameter_map import (
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.layers.mlp import Experts, SharedExperts
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
-from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from tests.support.checkpoint_models import config_of, save_changed
 from tests.support.cluster_recipes import FOLDER
 from tests.support.models import EXPERTS, save_tiny_model, tiny_model
+from tests.support.staging import SingleWriter
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_sglang_is_not_given_a_fused_folder(folder: Path, fused: Path) -> None:
 
 def test_weights_for_a_fused_folder_are_staged_by_expert(fused: Path, folder: Path, tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
-    staged = WeightStaging(tmp_path / "weights", fused).write(weights.items(), 1)
+    staged = SingleWriter(tmp_path / "weights", fused).write(weights.items(), 1)
     found = load_file(staged / "model-00000.safetensors")
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())

@@ -16,7 +16,6 @@ from bapo_megatron.hf.fp8 import modules_in_bfloat16, quantized_names
 from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.hf.reader import HfReader, dequantized
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
-from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from checkpoints_tools import to_megatron
 from tests.support.checkpoint_models import (
     config_of,
@@ -27,6 +26,7 @@ from tests.support.checkpoint_models import (
 )
 from tests.support.fp8 import BLOCKS, FP8_CONFIG, in_bfloat16, save_fp8_folder, save_fused, set_config
 from tests.support.models import EXPERTS, tiny_model
+from tests.support.staging import SingleWriter
 
 # Query rows 320, key rows 80, MLP 200, hidden 144: a block and a part of one, or two and a part.
 ODD = {"hidden_size": 144, "head_dim": 40, "num_key_value_heads": 2, "intermediate_size": 200}
@@ -176,7 +176,7 @@ def test_sides_that_engines_would_cut_at_other_places_stay() -> None:
 def test_weights_beside_the_config_of_an_fp8_folder_are_not_called_fp8(folder: Path, tmp_path: Path) -> None:
     config = (folder / "config.json").read_bytes()
     assert "quantization_config" not in json.loads(with_dtype(config, {"bfloat16"}))
-    staging = WeightStaging(tmp_path / "weights", folder)
+    staging = SingleWriter(tmp_path / "weights", folder)
     weights = in_bfloat16(folder)
     staged = staging.write(weights.items(), 1)
     assert "quantization_config" not in json.loads((staged / "config.json").read_text())

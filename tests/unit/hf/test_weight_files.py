@@ -19,13 +19,13 @@ from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.weight_files import INDEX, left_out_text, weight_files
 from bapo_megatron.rollout.engines.local_engine import LocalModel, _weights_in
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
-from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from tests.support.checkpoint_models import save_random_model
+from tests.support.staging import SingleWriter
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "reader": lambda folder: {name: list(HfReader(folder).shape(name)) for name in HfReader(folder).names},
     "hand-over": lambda folder: {
-        name: list(shape) for name, shape in WeightStaging(folder / "w", folder)._shapes.items()
+        name: list(shape) for name, shape in SingleWriter(folder / "w", folder)._shapes.items()
     },
     "engine": lambda folder: {name: list(tensor.shape) for name, tensor in _weights_in(folder)},
 }
@@ -69,7 +69,7 @@ def test_the_embedded_engine_samples_and_takes_weights_beside_other_files(
     add_others(folder)
     model = LocalModel(folder, 1)
     weights = dict(_weights_in(folder))
-    staged = WeightStaging(tmp_path / "weights", folder).write(weights.items(), 1)
+    staged = SingleWriter(tmp_path / "weights", folder).write(weights.items(), 1)
     model.commit(model.stage(_weights_in(staged)), 1)
     assert model.weight_version == 1
 
@@ -111,7 +111,7 @@ def test_files_of_other_names_without_an_index_are_no_model(
 
 
 def test_a_hand_over_names_all_of_its_files(folder: Path, tmp_path: Path) -> None:
-    staging, files = WeightStaging(tmp_path / "weights", folder), {}
+    staging, files = SingleWriter(tmp_path / "weights", folder), {}
     staging.prepare(1)
     for writer in (0, 1):
         files |= staging.write_share(_weights_in(folder), 1, writer, 2)

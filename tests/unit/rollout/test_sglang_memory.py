@@ -22,11 +22,13 @@ from bapo_megatron.rollout.engines.sent_weights import DigestMismatch
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.rollout.engines.weight_updates import WeightUpdates, driver_class
-from bapo_megatron.rollout.weight_sync.disk import WeightStaging, sender_class
+from bapo_megatron.rollout.weight_sync.disk import DiskSync
+from bapo_megatron.runtime.dotted_path import load_dotted_path
 from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightPart
 from tests.support.fake_sglang import FakeServer
 from tests.support.models import save_tiny_model
 from tests.support.sampling import until
+from tests.support.staging import SingleWriter
 
 ALL = {"weights", "cuda_graph", "kv_cache"}
 
@@ -124,7 +126,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(model: Path, tmp_path: Path) -> Path:
     weights = load_file(model / "model.safetensors").items()
-    return WeightStaging(tmp_path / "weights", model).write(weights, 7)
+    return SingleWriter(tmp_path / "weights", model).write(weights, 7)
 
 
 def engine_on(server: SleepingServer, model: Path) -> SglangEngine:
@@ -225,9 +227,9 @@ async def test_the_order_of_calls_in_a_broadcast(servers: list[SleepingServer], 
 
 
 def test_each_transport_has_a_sender_and_a_driver() -> None:
-    for name in TRANSPORTS:
-        assert callable(sender_class(name).open)
-        assert issubclass(sender_class(name), HandsOver) == (name == "ipc"), "what the GPU hand-over asks"
+    for name, transport in TRANSPORTS.items():
+        sender = load_dotted_path("sync", transport.sender, "class") if transport.sender else DiskSync
+        assert issubclass(sender, HandsOver) == (name == "ipc"), "what the GPU hand-over asks"
         assert issubclass(driver_class(name), WeightUpdates)
 
 

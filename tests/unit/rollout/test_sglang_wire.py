@@ -17,10 +17,10 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.weight_stream import write_shards
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
-from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.runtime import device
 from bapo_megatron.types import GenerateRequest, SamplingParams
 from tests.support.models import save_tiny_model
+from tests.support.staging import SingleWriter
 
 REQUEST = GenerateRequest("r", np.array([1, 2], np.int32), SamplingParams(0.7, 3, (9,), seed=4))
 
@@ -118,7 +118,7 @@ def test_invalid_answers_are_refused(name: str) -> None:
 def test_staged_weights_are_atomic(tmp_path: Path) -> None:
     model = save_tiny_model("qwen2", tmp_path / "model")
     weights = load_file(model / "model.safetensors")
-    staging = WeightStaging(tmp_path / "staging", model)
+    staging = SingleWriter(tmp_path / "staging", model)
     first = staging.write(weights.items(), 1)
     found = load_file(first / "model-00000.safetensors")
     assert found.keys() == weights.keys()
@@ -132,7 +132,7 @@ def test_a_tied_weight_may_come_twice(tmp_path: Path) -> None:
     model = save_tiny_model("qwen3_tied", tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     twice = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
-    folder = WeightStaging(tmp_path / "staging", model).write(twice.items(), 1)
+    folder = SingleWriter(tmp_path / "staging", model).write(twice.items(), 1)
     assert load_file(folder / "model-00000.safetensors").keys() == weights.keys()
 
 
@@ -165,7 +165,7 @@ def test_broken_weights_are_not_staged(
     family: str, broken: Callable[[Any], Any], says: str, tmp_path: Path
 ) -> None:
     model = save_tiny_model(family, tmp_path / "model")
-    staging = WeightStaging(tmp_path / "staging", model)
+    staging = SingleWriter(tmp_path / "staging", model)
     with pytest.raises((ValueError, ConnectionError), match=says):
         staging.write(broken([*load_file(model / "model.safetensors").items()]), 5)
     assert not [*(tmp_path / "staging").iterdir()]

@@ -30,7 +30,6 @@ from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, read_step, write_step
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal, read_records
 from bapo_megatron.rollout.weight_sync import disk as disk_sync
-from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.runtime.exit_codes import report_error
 from bapo_megatron.runtime.jsonl_log import EventLog, append_event, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -39,6 +38,7 @@ from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
 from tests.support.models import save_tiny_model
 from tests.support.saves import save, write_policy
 from tests.support.small_disk import fill, small_disk
+from tests.support.staging import SingleWriter
 
 pytestmark = pytest.mark.usefixtures("one_process_group")
 
@@ -73,7 +73,7 @@ def full_then_not(disk: Path, write: Callable[[], object], named: Path) -> None:
 
 def test_weights(disk: Path, model: Path) -> None:
     weights = load_file(model / "model.safetensors")
-    staging = WeightStaging(disk / "weights", model)
+    staging = SingleWriter(disk / "weights", model)
     full_then_not(disk, lambda: staging.write(weights.items(), 3), disk / "weights/v3")
     assert [path.name for path in (disk / "weights").iterdir()] == ["v3"]
 
@@ -255,11 +255,11 @@ def resume_exports(run: Path) -> None:
 
 
 def keep_no_weights(run: Path) -> None:
-    WeightStaging(run / "weights", MODEL).keep_only(None)
+    SingleWriter(run / "weights", MODEL).keep_only(None)
 
 
 def prepare_weights(run: Path) -> None:
-    staging = WeightStaging(run / "weights", MODEL)
+    staging = SingleWriter(run / "weights", MODEL)
     staging.prepare(3)
     staging.publish(3, {})
     staging.discard(3)
@@ -318,7 +318,7 @@ def test_weights_are_written_where_a_leftover_cannot_be_deleted(
 
     with monkeypatch.context() as patched:
         patched.setattr(disk_sync, "remove_folder", refused)
-        staging = WeightStaging(folder, MODEL)
+        staging = SingleWriter(folder, MODEL)
         staging.prepare(3)
         staging.publish(3, {})
     assert sorted(path.name for path in (folder / "v3").iterdir()) == ["config.json", INDEX]
@@ -357,7 +357,7 @@ OLD: dict[str, tuple[str, Callable[[Path, Report], None]]] = {
     "log": ("journal/segments-000001.log", delete_log),
     "weights": (
         "weights/v2/model.safetensors",
-        lambda run, report: WeightStaging(run / "weights", MODEL, OldFiles(report)).keep_only(None),
+        lambda run, report: SingleWriter(run / "weights", MODEL, OldFiles(report)).keep_only(None),
     ),
     "results of an evaluation": ("evaluation/step_000004.jsonl", delete_held_out),
 }

@@ -21,6 +21,7 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.rollout.engines.backend import EngineServers
+from bapo_megatron.rollout.weight_sync.disk import SenderParts
 from bapo_megatron.rollout.weight_sync.ipc import IpcSync
 from bapo_megatron.trainer import gpu_handover
 from bapo_megatron.trainer.gpu_handover import GpuHandover
@@ -201,7 +202,15 @@ def handing(scene: Scene) -> GpuHandover:
     """Shared GPUs, where weights go by handles."""
     parts: Any = scene
     sync = IpcSync(
-        parts, parts, {"one": [0], "two": [1]}, torch.device("cpu"), bucket_mb=1, on_event=scene.events.append
+        SenderParts(
+            engine=SglangConfig(bucket_mb=1),
+            disk=parts,
+            client=parts,
+            gpus={"one": [0], "two": [1]},
+            device=torch.device("cpu"),
+            on_event=scene.events.append,
+            make_digester=None,
+        )
     )
     sync.push(parts, 6)
     return GpuHandover(CONFIG, parts, parts, parts, scene.events.append, sync)

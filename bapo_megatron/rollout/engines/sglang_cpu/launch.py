@@ -8,7 +8,6 @@ module is imported, and garbage collection, which takes a fifth of a start, is o
 import argparse
 import gc
 import multiprocessing
-import os
 import sys
 from pathlib import Path
 
@@ -32,15 +31,8 @@ if __name__ == "__main__":
         sys.argv += stand_ins.flags_of(model)
     stand_ins.unpin()
     stand_ins.replace_triton()
-    from sglang.launch_server import run_server
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    import sglang.launch_server  # noqa: F401
 
     gc.freeze()  # imports stay
     gc.enable()
-    try:
-        arguments = prepare_server_args(sys.argv[1:])
-        arguments.api_key = key
-        run_server(arguments)
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+    access.serve(key)

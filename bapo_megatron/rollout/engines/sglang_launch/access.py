@@ -1,6 +1,6 @@
 """Access control inside an SGLang server process: API key from a file, private sockets, no key in the log.
 
-A launcher calls ``install()`` and passes the key that it returns to SGLang, which checks it
+A launcher calls ``install()`` and passes the key that it returns to SGLang (``serve``), which checks it
 (``srt/utils/auth.py``) on all paths but those that begin with /health, /ready or /metrics.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,22 @@ def install() -> str | None:
     key: str = api_key.read_key_file(Path(named)).value
     logging.setLogRecordFactory(_redacting(logging.getLogRecordFactory(), key))
     return key
+
+
+def serve(key: str | None) -> None:
+    """Run a server with this process's flags and the key, as ``sglang.launch_server`` does."""
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        arguments = prepare_server_args(sys.argv[1:])
+        arguments.api_key = key
+        run_server(arguments)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
 
 
 def _redacting(make: Callable[..., logging.LogRecord], key: str) -> Callable[..., logging.LogRecord]:

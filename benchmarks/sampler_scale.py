@@ -47,6 +47,7 @@ from bapo_megatron.runtime.run_paths import RunPaths, step_entries
 from bapo_megatron.types import Prompt
 from benchmarks.common import RESULTS, in_a_process, machine, write
 from benchmarks.fake_engines import EOS, Integral
+from tests.support.fake_sglang import Keyless
 
 ROOT = Path(__file__).parents[1]
 
@@ -362,7 +363,9 @@ async def _sampler(
     prompts = [Prompt(n, generator.integers(3, 150_000, 200).astype(np.int32), "", "") for n in range(4096)]
     sessions = HttpSessions()
     limits = ModelLimits(200_000, 1 << 20)
-    engines = [SglangEngine(SglangServer(f"{url}/{n}", sessions), limits) for n in range(load.engines)]
+    engines = [
+        SglangEngine(SglangServer(f"{url}/{n}", sessions, Keyless()), limits) for n in range(load.engines)
+    ]
 
     def report(kind: str, **_: Any) -> None:
         events[kind] += 1

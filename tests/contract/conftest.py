@@ -43,6 +43,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     sglang_python,
 )
 from bapo_megatron.runtime.distributed import free_port
+from tests.support.fake_sglang import Keyless
 
 from .blocking import BlockingEngine
 
@@ -171,7 +172,7 @@ def engine_on(
     """An engine on the server at ``url``."""
 
     async def make() -> Engine:
-        server = SglangServer(url, HttpSessions(), authorization=authorization)
+        server = SglangServer(url, HttpSessions(), authorization or Keyless())
         return SglangEngine(server, limits or limits_of(model), on_update)
 
     return BlockingEngine(make, model, staging)

@@ -28,6 +28,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import ServerProcess
 from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates
 from bapo_megatron.rollout.weight_sync.broadcast import BroadcastError, WeightBroadcast
 from bapo_megatron.types import BucketSpec, GenerateRequest
+from tests.support.fake_sglang import Keyless
 from tests.support.tiers import slow_but
 
 from .conftest import FAMILIES, SHAPE, Servers
@@ -63,7 +64,7 @@ class Broadcasts:
         self.sender = WeightBroadcast(torch.device("cpu"), bucket_mb=SMALL_MB, timeout_s=DEADLINE_S)
 
     def server(self, process: ServerProcess) -> SglangServer:
-        return SglangServer(process.url, self._sessions)
+        return SglangServer(process.url, self._sessions, Keyless())
 
     def open(self, *processes: ServerProcess) -> None:
         """A new group with these servers."""

@@ -9,6 +9,18 @@ from typing import Any
 
 from aiohttp import web
 
+from bapo_megatron.rollout.engines.sglang.authorization import Authorization
+
+
+class Keyless(Authorization):
+    """Headers of calls to a server without a key, which is not probed for one."""
+
+    def __init__(self) -> None:
+        super().__init__("", lambda: None)
+
+    async def headers(self) -> dict[str, str]:
+        return {}
+
 
 class FakeServer:
     """Answers like SGLang, or as it is told."""

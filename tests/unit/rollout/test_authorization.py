@@ -16,6 +16,7 @@ from aiohttp import web
 
 from bapo_megatron.config import SglangConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.sglang.authorization import (
     Authorization,
     check_keys_asked,
@@ -80,7 +81,7 @@ def known(value: str = KEY) -> ApiKey:
 async def client_of(server: Server, key: Callable[[], ApiKey | None], **more: Any) -> AsyncIterator[Any]:
     sessions = HttpSessions()
     try:
-        yield SglangServer(server.url, sessions, 20.0, Authorization(server.url, key, **more))
+        yield SglangServer(server.url, sessions, Authorization(server.url, key, **more))
     finally:
         await sessions.close()
 
@@ -114,7 +115,7 @@ async def test_require_api_key_refuses_a_server_without_authentication(
     opened, closed = serve(None), serve(KEY)
     for key in (None, known()):
         with pytest.raises(
-            ServerError, match="asks for no API key, and rollout.sglang.require_api_key is set"
+            EngineError, match="asks for no API key, and rollout.sglang.require_api_key is set"
         ):
             await ask(opened, key, is_required=True)
     assert await ask(closed, known(), is_required=True) == 0
@@ -138,7 +139,7 @@ async def test_a_server_is_asked_again_after_a_failed_connection(serve: Callable
         assert not await client.is_alive()
         server.asks = False  # another program has its address now, and answers everybody
         assert not await client.is_alive()
-        with pytest.raises(ServerError, match="asks for no API key, and the server that was there does"):
+        with pytest.raises(EngineError, match="asks for no API key, and the server that was there does"):
             await client.weight_version()
         server.asks = True
         assert await client.is_alive()
@@ -149,7 +150,7 @@ async def test_a_server_of_the_run_cannot_be_replaced_by_one_without_a_key(
 ) -> None:
     """Another program may take the port before the server that the run starts listens there."""
     thief, genuine = serve(None), serve(KEY)
-    with pytest.raises(ServerError, match="another program has taken its port"):
+    with pytest.raises(EngineError, match="another program has taken its port"):
         await ask(thief, known(), is_own=True)
     assert await ask(genuine, known(), is_own=True) == 0
     assert thief.keys_seen == {None}
@@ -175,7 +176,7 @@ async def test_a_key_made_after_the_client_is_found(serve: Callable[..., Server]
             await client.weight_version()
         path.write_text("short")
         path.chmod(0o600)
-        with pytest.raises(ServerError, match="must hold one line"):
+        with pytest.raises(EngineError, match="must hold one line"):
             await client.weight_version()
         path.write_text(KEY)
         assert await client.weight_version() == 0

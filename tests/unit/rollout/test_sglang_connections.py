@@ -15,7 +15,7 @@ import uvloop
 
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.types import GenerateRequest, SamplingParams
-from tests.support.fake_sglang import FakeServer
+from tests.support.fake_sglang import FakeServer, Keyless
 
 REQUEST = GenerateRequest("r", np.array([1, 2]), SamplingParams(1.0, 2, ()))
 
@@ -37,7 +37,7 @@ def test_a_name_server_that_fails_for_a_while_loses_no_server(
 
     async def asked_again() -> int:
         sessions = HttpSessions()
-        client = SglangServer(server.url.replace("127.0.0.1", "localhost"), sessions)
+        client = SglangServer(server.url.replace("127.0.0.1", "localhost"), sessions, Keyless())
         try:
             await client.weight_version()
             monkeypatch.setattr(socket, "getaddrinfo", names_fail)
@@ -61,7 +61,7 @@ def test_a_server_that_has_moved_is_looked_up_again(
 
     async def asked_twice() -> int:
         sessions = HttpSessions()
-        client = SglangServer(f"http://server-0:{port}", sessions)
+        client = SglangServer(f"http://server-0:{port}", sessions, Keyless())
         monkeypatch.setattr(socket, "getaddrinfo", look_up)
         try:
             with pytest.raises(ServerError, match="Cannot connect"):
@@ -80,7 +80,10 @@ def test_a_connection_without_traffic_is_kept_open(server: FakeServer) -> None:
     async def options() -> list[int]:
         sessions = HttpSessions()
         try:
-            await SglangServer(server.url, sessions).generate(REQUEST, "r1")
+            await SglangServer(server.url, sessions, Keyless()).generate(REQUEST, "r1")
+            assert sessions.new._read_bufsize == sessions.kept._read_bufsize, (
+                "resent requests have routes, too"
+            )
             connector = sessions.kept.connector
             assert isinstance(connector, aiohttp.TCPConnector)
             [[(protocol, _)]] = connector._conns.values()

@@ -34,7 +34,7 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
 from bapo_megatron.rollout.engines.sglang.requirements import drafting
 from bapo_megatron.types import GenerateRequest, RouteShape, SamplingParams
 from tests.contract.blocking import BlockingEngine
-from tests.support.fake_sglang import FakeServer
+from tests.support.fake_sglang import FakeServer, Keyless
 from tests.support.models import save_tiny_model
 
 GZIP = {"Content-Encoding": "gzip"}
@@ -42,7 +42,8 @@ REQUEST = GenerateRequest("r", np.array([1, 2]), SamplingParams(1.0, 2, ()))
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    monkeypatch.setattr(http_server, "_CONTROL_S", 2.0)
     fake = FakeServer()
     yield fake
     fake.stop()
@@ -66,7 +67,7 @@ def engine_on(
     async def make() -> Engine:
         deadlines = Deadlines(request_s=2.0, update_s=2.0, abort_s=0.5)
         return SglangEngine(
-            SglangServer(server.url, HttpSessions(), control_timeout=2.0),
+            SglangServer(server.url, HttpSessions(), Keyless()),
             limits_of(model),
             on_update,
             deadlines=deadlines,
@@ -182,7 +183,7 @@ def test_a_bad_answer_names_the_server(
 async def replied(server: FakeServer, path: str, answer: web.Response) -> Any:
     """What a client reads in this answer."""
     sessions = HttpSessions()
-    client = SglangServer(server.url, sessions, control_timeout=20.0)
+    client = SglangServer(server.url, sessions, Keyless())
     server.raw[path] = answer
     try:
         return await (client.weight_version() if path == "model_info" else client.generate(REQUEST, "r"))

@@ -25,7 +25,7 @@ from bapo_megatron.rollout.engines.weight_updates import WeightUpdates, driver_c
 from bapo_megatron.rollout.weight_sync.disk import DiskSync
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightPart
-from tests.support.fake_sglang import FakeServer
+from tests.support.fake_sglang import FakeServer, Keyless
 from tests.support.models import save_tiny_model
 from tests.support.sampling import until
 from tests.support.staging import SingleWriter
@@ -131,7 +131,7 @@ def folder(model: Path, tmp_path: Path) -> Path:
 
 def engine_on(server: SleepingServer, model: Path) -> SglangEngine:
     deadlines = Deadlines(request_s=30.0, update_s=30.0, abort_s=5.0)
-    client = SglangServer(server.url, HttpSessions(), control_timeout=30.0)
+    client = SglangServer(server.url, HttpSessions(), Keyless())
     return SglangEngine(client, limits_of(model), deadlines=deadlines)
 
 

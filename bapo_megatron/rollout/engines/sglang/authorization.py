@@ -32,8 +32,8 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 _LIMIT_S = 5.0
 
-_PROBES = ThreadPoolExecutor(32, "authorization")
-"""Probe threads: on the event loop's, probes of silent servers would block the sampler's log."""
+_PROBE_THREADS = ThreadPoolExecutor(32, "authorization")
+"""Threads of their own: on the event loop's, probes of silent servers would block the sampler's log."""
 
 
 def status_with(url: str, key: str | None = None) -> int | None:
@@ -41,7 +41,7 @@ def status_with(url: str, key: str | None = None) -> int | None:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         return ask(f"{url}/model_info", headers=headers, timeout_s=_LIMIT_S).status
-    except (HTTPException, ValueError) as error:
+    except (HTTPException, TimeoutError, ValueError) as error:
         raise OSError(f"no HTTP answer: {error!r}") from None
 
 
@@ -127,7 +127,7 @@ class Authorization:
         return f"it asks for {asked}; name its file with rollout.sglang.api_key_file or {VARIABLE}"
 
     async def _find(self) -> dict[str, str]:
-        status = await asyncio.get_running_loop().run_in_executor(_PROBES, status_with, self._url)
+        status = await asyncio.get_running_loop().run_in_executor(_PROBE_THREADS, status_with, self._url)
         if status == 401:
             self._has_asked = True
             try:

@@ -127,13 +127,9 @@ class SglangBackend(EngineBackend):
         deadlines = Deadlines(60 * sglang.request_minutes, update_s=60 * sglang.update_minutes)
 
         def server_at(url: str) -> SglangServer:
-            authorization = Authorization(
-                url,
-                lambda: known_key(sglang, config.directory),
-                sglang.require_api_key,
-                is_own=not sglang.urls,
-            )
-            return SglangServer(url, sessions, authorization=authorization)
+            look = partial(known_key, sglang, config.directory)
+            is_own = not sglang.urls
+            return SglangServer(url, sessions, Authorization(url, look, sglang.require_api_key, is_own))
 
         return [
             SglangEngine(server_at(url), limits, sglang.on_update, deadlines, sglang.tensor, sglang.sync)

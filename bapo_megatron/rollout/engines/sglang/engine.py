@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.interfaces import Confirm
+from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.pool_state import load_seconds
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, empty_generation
 from bapo_megatron.rollout.engines.sglang.http_client import (
@@ -54,7 +55,7 @@ class Deadlines:
 
 class SglangEngine:
     """``Engine`` of one SGLang server, with all engine protocols of ``interfaces.py``. Failed calls raise
-    ServerError, a malformed request ValueError. Aborts, loads and wakes run one at a time beside requests."""
+    EngineError, a malformed request ValueError. Aborts, loads and wakes run one at a time beside requests."""
 
     transports = tuple(name for name, one in TRANSPORTS.items() if one.protocol)
     """All weight transports with parts, which ``_load_part`` loads."""
@@ -288,7 +289,7 @@ class SglangEngine:
         async with self._one_control:
             pending.aborted = True
             timeouts.reschedule(asyncio.get_running_loop().time() + self._deadlines.abort_s)
-            with suppress(ServerError):  # the deadline still applies
+            with suppress(EngineError):  # the deadline still applies
                 while True:
                     await self.server.abort(pending.rid)
                     await asyncio.sleep(_ABORT_AGAIN_S)

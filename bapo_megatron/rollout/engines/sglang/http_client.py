@@ -42,10 +42,13 @@ _READ_BYTES = 1 << 20
 _MOST_REPLY_BYTES = 2 << 30
 """Largest reply. The longest have routes: 131,072 tokens of Qwen3-235B-A22B (94 layers) take 0.5 GB."""
 
+_CONTROL_S = 60.0
+"""Deadline of control calls, unless another is given."""
+
 _CONNECT_S = 60.0
 """Connection deadline. The pool's health checks notice a lost machine earlier (``pool.py``)."""
 
-_PROBES = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 6))
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 6))
 """TCP keep-alive (seconds to the first probe, seconds between probes, probes): gateways between clouds or
 clusters drop silent connections after minutes, and a request may be silent for an hour."""
 
@@ -57,11 +60,8 @@ class HttpSessions:
     be repeated. Connections are unlimited. Construct it within the loop; ``close`` closes both sessions."""
 
     def __init__(self) -> None:
-        kept = _connector(keepalive_timeout=_KEEP_IDLE_S)
-        self.kept = aiohttp.ClientSession(
-            connector=kept, trace_configs=[_reuse_trace()], read_bufsize=_READ_BYTES, auto_decompress=False
-        )
-        self.new = aiohttp.ClientSession(connector=_connector(force_close=True), auto_decompress=False)
+        self.kept = _session([_reuse_trace()], keepalive_timeout=_KEEP_IDLE_S)
+        self.new = _session([], force_close=True)
 
     async def close(self) -> None:
         await self.kept.close()
@@ -75,14 +75,19 @@ class HttpSessions:
             session.connector.clear_dns_cache(parts.host, parts.port)
 
 
-def _connector(**more: Any) -> aiohttp.TCPConnector:
-    return aiohttp.TCPConnector(limit=0, ttl_dns_cache=_KEEP_NAMES_S, socket_factory=_probed_socket, **more)
+def _session(traces: list[aiohttp.TraceConfig], **more: Any) -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(
+        limit=0, ttl_dns_cache=_KEEP_NAMES_S, socket_factory=_kept_alive_socket, **more
+    )
+    return aiohttp.ClientSession(
+        connector=connector, trace_configs=traces, read_bufsize=_READ_BYTES, auto_decompress=False
+    )
 
 
-def _probed_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+def _kept_alive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     made = socket.socket(*address[:3])
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _PROBES:
+    for option, value in _KEEP_ALIVE:
         made.setsockopt(socket.IPPROTO_TCP, option, value)
     return made
 
@@ -91,8 +96,7 @@ def _reuse_trace() -> aiohttp.TraceConfig:
     """Return a trace that sets ``reused`` in ``trace_request_ctx`` for a reused kept-alive connection."""
 
     async def note(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
-        if context.trace_request_ctx is not None:
-            context.trace_request_ctx["reused"] = True
+        context.trace_request_ctx["reused"] = True
 
     trace = aiohttp.TraceConfig()
     trace.on_connection_reuseconn.append(note)
@@ -114,20 +118,12 @@ class BadRequest(ServerError):
 
 class SglangServer:
     """HTTP client of the server at ``url``, in the event loop of ``sessions``: one async method per endpoint.
-    A failed call raises ServerError, without retries. Callers ensure preconditions, such as a pause."""
+    A failed call raises ServerError, and EngineError if ``authorization`` refuses the server, without
+    retries. Callers ensure preconditions, such as a pause."""
 
-    def __init__(
-        self,
-        url: str,
-        sessions: HttpSessions,
-        control_timeout: float = 60.0,
-        authorization: Authorization | None = None,
-    ) -> None:
-        """``authorization``: headers with the API key; None: no key."""
-        self._authorization = authorization
+    def __init__(self, url: str, sessions: HttpSessions, authorization: Authorization) -> None:
         self.url = url.rstrip("/")
-        self._sessions = sessions
-        self._control_s = control_timeout
+        self._sessions, self._authorization = sessions, authorization
 
     async def generate(self, request: GenerateRequest, rid: str, again: bool = False) -> Generation:
         """Send one request under id ``rid`` and return its answer, after an abort the tokens so far. Raises
@@ -178,7 +174,7 @@ class SglangServer:
         """Return whether the server answers; not by ``/ready``, which fails during weight loads."""
         try:
             await self._control("/model_info", timeout=5.0)
-        except ServerError:
+        except EngineError:
             return False
         return True
 
@@ -277,7 +273,7 @@ class SglangServer:
     async def _control(self, path: str, body: dict[str, Any] | None = None, timeout: float = 0.0) -> Any:
         """POST ``body``, or GET if it is None; return the answer, decoded if it looks like JSON."""
         sent = None if body is None else json.dumps(body).encode()
-        text = await self._call(self._sessions.new, path, sent, timeout or self._control_s)
+        text = await self._call(self._sessions.new, path, sent, timeout or _CONTROL_S)
         try:
             return json.loads(text) if text.strip().startswith((b"{", b"[")) else text.decode()
         except (ValueError, RecursionError) as error:
@@ -290,8 +286,8 @@ class SglangServer:
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_S)
         url, connection = self.url + path, {"reused": False}
         plain = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        headers = {**plain, **await self._headers(url)}
         try:
+            headers = plain | await self._authorization.headers()
             async with session.request(
                 "GET" if body is None else "POST",
                 url,
@@ -310,37 +306,20 @@ class SglangServer:
             raise ServerError(f"{url}: no connection within {_CONNECT_S:g} s") from None
         except TimeoutError as error:
             raise ServerError(f"{url}: no answer within {timeout:g} s") from error
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            self._forget()
+        except (aiohttp.ClientError, OSError) as error:
+            self._authorization.forget()
             if isinstance(error, aiohttp.ClientConnectorError):
                 self._sessions.forget_address(url)
-            kind = KeptConnectionClosed if connection["reused"] else ServerError
+            is_closed = isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
+            kind = KeptConnectionClosed if is_closed and connection["reused"] else ServerError
             raise kind(f"{url}: {type(error).__name__}: {error}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            self._forget()
-            raise ServerError(f"{url}: {type(error).__name__}: {error}") from error
-
-    async def _headers(self, url: str) -> dict[str, str]:
-        if self._authorization is None:
-            return {}
-        try:
-            return await self._authorization.headers()
-        except EngineError as error:
-            raise ServerError(str(error)) from error
-        except OSError as error:
-            raise ServerError(f"{url}: {type(error).__name__}: {error}") from error
-
-    def _forget(self) -> None:
-        if self._authorization is not None:
-            self._authorization.forget()
 
     def _refusal(self, url: str, status: int, content: bytes) -> ServerError:
         message = f"{url}: status {status}: {content[:500].decode(errors='replace')}"
-        if self._authorization is not None:
-            message = self._authorization.without_key(message)
-            if status == 401:
-                message = f"{message}: {self._authorization.refusal()}"
-                self._authorization.forget()
+        message = self._authorization.without_key(message)
+        if status == 401:
+            message = f"{message}: {self._authorization.refusal()}"
+            self._authorization.forget()
         return BadRequest(message) if status == 400 else ServerError(message)
 
 

@@ -19,7 +19,7 @@ from bapo_megatron.errors import RunStopped
 from bapo_megatron.rollout.engines import pool_state
 from bapo_megatron.rollout.engines.sglang import backend as servers
 from bapo_megatron.rollout.engines.sglang import server_process as process
-from bapo_megatron.rollout.engines.sglang.backend import RunServers, ServerSupervisor, servers_of
+from bapo_megatron.rollout.engines.sglang.backend import RunServers, ServerSupervisor, SglangBackend
 from bapo_megatron.runtime.run_paths import RunPaths
 
 READY = """
@@ -129,6 +129,16 @@ def test_a_starting_server_does_not_count_as_hanging(
     supervisor.stop()
 
 
+def test_the_time_of_a_start_runs_while_another_server_is_waited_for(tmp_path: Path) -> None:
+    command, url = [sys.executable, "-c", "import time; time.sleep(60)"], "http://127.0.0.1:9"
+    slow = process.ServerProcess(command, os.environ, url, tmp_path / "log")
+    time.sleep(2.0)
+    waited = time.monotonic()
+    with pytest.raises(RuntimeError, match="was not ready in 2 s"):
+        slow.wait_ready(2.0)
+    assert time.monotonic() - waited < 2.0
+
+
 def test_a_failed_start_is_retried(
     supervisor: ServerSupervisor, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +203,7 @@ def test_a_held_server_that_ends_is_not_restarted_until_start(
 
 
 def test_colocated_servers_start_only_on_demand(config: RunConfig, events: list[dict[str, Any]]) -> None:
-    with servers_of(with_sglang(config, colocated=True), False, events.append) as found:
+    with SglangBackend().serve(with_sglang(config, colocated=True), False, events.append) as found:
         assert found.running() == []
         found.start()
         assert found.running() == found.urls
@@ -208,7 +218,7 @@ def test_a_hanging_server_that_the_run_has_not_started_is_reported(
     hangs = {"kind": "engine_hangs", "engine": url, "reason": "not done in 600 s"}
     ready = {"kind": "engine_ready", "engine": url}
     config = with_sglang(config, urls=(f"{url}/",))
-    with servers_of(config, False, events.append) as found:
+    with SglangBackend().serve(config, False, events.append) as found:
         assert found.urls == [url]
         found.heed(hangs)
         found.heed(ready)
@@ -218,7 +228,7 @@ def test_a_hanging_server_that_the_run_has_not_started_is_reported(
         assert f"{url} hangs (not done in 600 s)" in capsys.readouterr().out
     registry.mkdir(parents=True)
     (registry / "node7-30000.json").touch()
-    with servers_of(config, False, events.append) as found:
+    with SglangBackend().serve(config, False, events.append) as found:
         found.heed(hangs)
         assert "starts it again" in events[-1]["advice"]
         assert (registry / "node7-30000.hang").is_file()

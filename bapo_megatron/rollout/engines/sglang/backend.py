@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,10 +101,21 @@ class SglangBackend(EngineBackend):
                 "write a tensor for each expert, with bapo-ckpt to-megatron and to-hf"
             )
 
-    def serve(
-        self, config: RunConfig, cuda: bool, on_event: OnEvent
-    ) -> AbstractContextManager[EngineServers]:
-        return servers_of(config, cuda, on_event)
+    @contextmanager
+    def serve(self, config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[RunServers]:
+        sglang = config.rollout.sglang
+        if sglang.urls:
+            yield RunServers([url.rstrip("/") for url in sglang.urls], [], on_event, config.paths.engines)
+            return
+        supervisors = [ServerSupervisor(config, number, cuda, on_event) for number in range(sglang.servers)]
+        servers = RunServers([supervisor.url for supervisor in supervisors], supervisors, on_event)
+        try:
+            if not sglang.colocated:
+                servers.start()
+            yield servers
+        finally:
+            for supervisor in supervisors:
+                supervisor.stop()
 
     def has_prefix_cache(self, rollout: RolloutConfig) -> bool:
         return "--disable-radix-cache" not in more_flags(rollout.sglang)
@@ -226,26 +237,6 @@ class RunServers(EngineServers):
             self._was_ready = True
 
 
-@contextmanager
-def servers_of(config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[RunServers]:
-    """Yield the run's servers, ready for requests, or held if colocated; ends those that the run started."""
-    sglang = config.rollout.sglang
-    if sglang.urls:
-        registry = config.paths.engines
-        yield RunServers([url.rstrip("/") for url in sglang.urls], [], on_event, registry)
-        return
-    supervisors = [ServerSupervisor(config, number, cuda, on_event) for number in range(sglang.servers)]
-    urls = [supervisor.url for supervisor in supervisors]
-    servers = RunServers(urls, supervisors, on_event)
-    try:
-        if not sglang.colocated:
-            servers.start()
-        yield servers
-    finally:
-        for supervisor in supervisors:
-            supervisor.stop()
-
-
 class ServerSupervisor:
     """Thread that keeps one server running: restarts it, at the same address, when it ends or ``restart``
     reports a hang. Runs until ``stop``. Initially and after ``hold`` it starts no server until ``start``."""
@@ -324,7 +315,7 @@ class ServerSupervisor:
         while self._start_when_allowed():
             started = time.monotonic()
             if self._server is not None:
-                self._watch(self._server, started)
+                self._watch(self._server)
             lived_s = time.monotonic() - started
             pause = _POLL_S if lived_s > 10 * pause else min(2 * pause, _MAX_BACKOFF_S)
             self._stopping.wait(pause)
@@ -347,7 +338,7 @@ class ServerSupervisor:
             self._report("server_refused", reason=self._refused)
         self._tried.set()
 
-    def _watch(self, server: ServerProcess, started: float) -> None:
+    def _watch(self, server: ServerProcess) -> None:
         """Wait until the server ends, hangs or must stop; then kill it and its children."""
         self._can_hang, self._hang_reason = False, None
         while (
@@ -355,7 +346,8 @@ class ServerSupervisor:
             and not self._hang_reason
             and not self._stopping.wait(_POLL_S)
         ):
-            self._can_hang = self._can_hang or time.monotonic() - started > self._start_s or server.is_ready()
+            has_had_its_time = time.monotonic() - server.began > self._start_s
+            self._can_hang = self._can_hang or has_had_its_time or server.is_ready()
         self._can_hang = False
         if code is not None:
             self._report("server_ended", exit_code=code)

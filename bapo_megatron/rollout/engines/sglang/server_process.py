@@ -266,16 +266,17 @@ class ServerProcess(ChildProcess):
         log.parent.mkdir(parents=True, exist_ok=True)
         self._folder = private_folder(environment.get("TMPDIR"))
         environment = {**environment, "TMPDIR": self._folder}
+        self.began = time.monotonic()
         with log.open("ab") as output:
             super().__init__(command, environment, guarded=True, stdout=output, stderr=subprocess.STDOUT)
 
     def wait_ready(self, seconds: float = 300.0) -> None:
-        """Wait until it is ready. If it ends, or is stopped as too slow, raises RuntimeError with its log."""
-        deadline = time.monotonic() + seconds
+        """Wait until it is ready. Raises RuntimeError with its log if it ends, or is stopped as too slow.
+        ``seconds``: since its start, so that servers that start together share the time."""
         while not self.is_ready():
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server at {self.url} ended:\n{self._tail()}")
-            if time.monotonic() > deadline:
+            if time.monotonic() > self.began + seconds:
                 self.stop()
                 raise RuntimeError(
                     f"the server at {self.url} was not ready in {seconds:g} s:\n{self._tail()}"

@@ -16,7 +16,7 @@ from typing import Any
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.interfaces import Engine, ReceivesHandles, ReleasesMemory
+from bapo_megatron.interfaces import ReceivesHandles, ReleasesMemory
 from bapo_megatron.rollout.engines.backend import EngineError, engine_backend
 from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.pool_state import EngineSlot, EngineTimeouts
@@ -43,23 +43,19 @@ async def open_pool(
             f"rollout.engine={rollout.engine} with colocated=true: its engines cannot release their memory "
             f"(interfaces.ReleasesMemory); leave colocated out"
         )
-    _check_transport(rollout.engine, rollout.engine_config.sync, engines)
+    sync = rollout.engine_config.sync
+    for engine in engines:
+        if TRANSPORTS[sync].protocol and sync not in getattr(engine, "transports", ()):
+            raise ConfigError(
+                f"rollout.engine={rollout.engine}, sync={sync}: {type(engine).__name__}.transports does not "
+                f"name it: use sync=disk, or take WeightParts (interfaces.{TRANSPORTS[sync].protocol})"
+            )
     timeouts = EngineTimeouts(update_s=60 * rollout.engine_config.update_minutes)
     most = max_in_flight or backend.max_in_flight(rollout)
     kind = ColocatedPool if colocated else EnginePool
     pool = kind(engines, most, report, timeouts, backend.has_prefix_cache(rollout))
     opened.push_async_callback(pool.close)
     return pool
-
-
-def _check_transport(backend: str, sync: str, engines: Sequence[Engine]) -> None:
-    transport = TRANSPORTS[sync]
-    for engine in engines:
-        if transport.protocol and sync not in getattr(engine, "transports", ()):
-            raise ConfigError(
-                f"rollout.engine={backend}, sync={sync}: {type(engine).__name__}.transports does not name "
-                f"it: use sync=disk, or take WeightParts (interfaces.{transport.protocol})"
-            )
 
 
 class ColocatedPool(EnginePool):
@@ -172,11 +168,11 @@ class ColocatedPool(EnginePool):
         return woken
 
     def _resume_sampling(self, slot: EngineSlot, version: int) -> None:
+        # Up first: each step's wake-up is no event `engine_ready`.
         slot.is_up, slot.is_held, self.down_since = True, False, None
         self._restart_timeouts(slot)
         slot.ready_since = self._clock.now()
-        slot.loads += 1
-        slot.version = version
+        self._mark_ready(slot, version)
         self.changed.set()
 
     def quorum(self, version: int, sent: SentDigests | None) -> DigestQuorum:

@@ -87,6 +87,7 @@ class LocalEngine:
         await self.abort()
         await self._in_thread(self._model.close)
         self._runner.cancel()
+        self._threads.shutdown(wait=False)
 
     async def _run(self) -> None:
         while True:
@@ -147,15 +148,11 @@ class LocalModel:
             self._weights.commit(self._weights.stage(_weights_in(hf_path)))
         self._recorder = RouteRecorder(self._model)
         self._max_batch = max_batch
-        self._version = 0
+        self.weight_version = 0
         self._gate = threading.Condition()
         self._call_lock = threading.Lock()
         self._update_waits = False
         self._abort_ticket = object()
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """Return the answers to valid requests, in order; after ``abort`` with the tokens so far."""
@@ -181,7 +178,7 @@ class LocalModel:
             self._gate.wait_for(lambda: not self._update_waits)
             if self._abort_ticket is not ticket:
                 return False
-            decoding.step(self._version)
+            decoding.step(self.weight_version)
         return True
 
     def abort(self) -> None:
@@ -198,7 +195,7 @@ class LocalModel:
         with self._gate:
             self._update_waits = False
             self._weights.commit(staged)
-            self._version = version
+            self.weight_version = version
             self._gate.notify_all()
 
     def close(self) -> None:

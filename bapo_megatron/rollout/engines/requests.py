@@ -57,14 +57,10 @@ def response_text(tokenizer: Any, ids: np.ndarray) -> str:
     padding token, and an answer's factorial must survive."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {number: str(token) for number, token in added.items() if token.special}
-    told = {number for number, text in special.items() if _is_told(text)}
+    told = {n for n, text in special.items() if text in (THINKING, THOUGHT) or len(text.strip()) < 2}
     kept = [id_ for id_ in ids.tolist() if not told or id_ in told or id_ not in special]
     decoded: str = tokenizer.decode(kept, skip_special_tokens=not told)
     return decoded
-
-
-def _is_told(special: str) -> bool:
-    return special in (THINKING, THOUGHT) or len(special.strip()) < 2
 
 
 def prompt_of_turn(tokenizer: Any, prompt: Prompt, ids_R: np.ndarray, start: int) -> Prompt:

@@ -214,7 +214,7 @@ def _reduced(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     device = named["storage_device"]
     # Release torch's reference count for this reader, as the reader itself would.
     torch.UntypedStorage._release_ipc_counter_cuda(named["ref_counter_handle"], named["ref_counter_offset"])
-    counter = _dummy_counter(device)
+    counter, _ = _dummy_counter(device)
     named |= {
         "storage_device": str(torch.cuda.get_device_properties(device).uuid),
         "ref_counter_handle": counter["ref_counter_handle"],
@@ -225,15 +225,11 @@ def _reduced(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
 
 
 @cache
-def _dummy_counter(device: int) -> dict[str, Any]:
-    """Return the rebuild arguments, by name, of a dummy tensor; its counter is never freed."""
+def _dummy_counter(device: int) -> tuple[dict[str, Any], Tensor]:
+    """Return the rebuild arguments, by name, of a dummy tensor, and it: as cached, it is never freed."""
     tensor = shareable(4, torch.device("cuda", device))
-    _never_freed.append(tensor)
     _, arguments = reductions.reduce_tensor(tensor)
-    return dict(zip(_ARGUMENTS, arguments, strict=True))
-
-
-_never_freed: list[Tensor] = []
+    return dict(zip(_ARGUMENTS, arguments, strict=True)), tensor
 
 
 @contextmanager

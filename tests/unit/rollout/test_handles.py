@@ -102,7 +102,6 @@ class Gpu:
         """Reference counts by file and offset of the counter."""
         self.calls: list[str] = []
         ipc._dummy_counter.cache_clear()
-        patch.setattr(ipc, "_never_freed", [])
         patch.setattr(reductions, "reduce_tensor", self._share)
         patch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", self.lower, raising=False)
         patch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(uuid=f"uuid of {n}"))
@@ -139,7 +138,7 @@ def test_a_dead_reader_cannot_leak_gpu_memory(monkeypatch: pytest.MonkeyPatch) -
     assert {place: count for place, count in gpu.counts.items() if place not in shared} == {
         (b"counters", n): 0 for n in (0, 2, 3)
     }
-    assert len(ipc._never_freed) == 1
+    assert ipc._dummy_counter.cache_info().currsize == 1
     for one in found:
         own = {"ref_counter_handle", "ref_counter_offset", "storage_device", "event_sync_required"}
         assert one["storage_device"] == "uuid of 3"

@@ -151,10 +151,6 @@ class Authorization:
                 f"{self._url}: asks for no API key, and rollout.sglang.require_api_key is set: start it with "
                 "bapo rollout-server"
             )
-        self._warn()
-        return {}
-
-    def _warn(self) -> None:
         if not self._is_warned:
             self._is_warned = True
             print(
@@ -162,6 +158,7 @@ class Authorization:
                 "replace its weights; start it with bapo rollout-server",
                 flush=True,
             )
+        return {}
 
 
 def _given_file(sglang: SglangConfig) -> Path | None:

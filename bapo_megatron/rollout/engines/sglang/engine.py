@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import singledispatchmethod
 from pathlib import Path
 
 from bapo_megatron.config.transports import TRANSPORTS
@@ -33,7 +32,7 @@ from bapo_megatron.types import (
     BucketSpec,
     GenerateRequest,
     Generation,
-    SelfSendingPart,
+    WeightPart,
     WeightParts,
 )
 
@@ -202,18 +201,14 @@ class SglangEngine:
             await self._load_part(part)
         await self.server.end_update()
 
-    @singledispatchmethod
-    async def _load_part(self, part: SelfSendingPart) -> None:
-        """Load one part by its type: a broadcast bucket, IPC handles, or a part that sends itself."""
-        await part.send(self.server, self._deadlines.update_s)
-
-    @_load_part.register(BucketSpec)
-    async def _(self, bucket: BucketSpec) -> None:
-        await self.server.receive(bucket, self._group_name, self._deadlines.update_s)
-
-    @_load_part.register(Sequence)
-    async def _(self, handles: Sequence[bytes]) -> None:
-        await self.server.receive_handles(handles, self._deadlines.update_s)
+    async def _load_part(self, part: WeightPart) -> None:
+        timeout = self._deadlines.update_s
+        if isinstance(part, BucketSpec):
+            await self.server.receive(part, self._group_name, timeout)
+        elif isinstance(part, Sequence):
+            await self.server.receive_handles(part, timeout)
+        else:
+            await part.send(self.server, timeout)
 
     async def _load_seconds(self, weights: Path | WeightParts) -> float:
         limit_s = self._deadlines.update_s
@@ -311,7 +306,7 @@ class SglangEngine:
 class InflightRequest:
     """State of one unanswered request: its id on the server, whether it has routes or was aborted."""
 
-    def __init__(self, routes: bool = False) -> None:
+    def __init__(self, routes: bool) -> None:
         self.rid = uuid.uuid4().hex
         self.routes = routes
         self.aborted = False

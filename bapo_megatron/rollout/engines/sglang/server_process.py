@@ -211,7 +211,8 @@ def server_environment(
     listening address, which needs no proxy."""
     # No proxy: a server ends unless it reaches itself (``_execute_server_warmup`` in http_server.py).
     environment = os.environ | _VARIABLES | without_proxy(host)
-    for name in [*_OTHER_ENVIRONMENT, KEY_FILE_VARIABLE, *filter(_is_of_launcher, environment)]:
+    launchers = [name for name in environment if name.startswith(("TORCHELASTIC_", "PET_"))]
+    for name in (*_OTHER_ENVIRONMENT, *_LAUNCHER_VARIABLES, KEY_FILE_VARIABLE, *launchers):
         environment.pop(name, None)
     if key_file is not None:
         environment[KEY_FILE_VARIABLE] = str(key_file)
@@ -233,10 +234,6 @@ def server_environment(
     if not cuda:
         environment |= _CPU_VARIABLES
     return environment
-
-
-def _is_of_launcher(name: str) -> bool:
-    return name in _LAUNCHER_VARIABLES or name.startswith(("TORCHELASTIC_", "PET_"))
 
 
 def sglang_python(given: Path | None = None) -> Path:

@@ -104,7 +104,9 @@ def _routes(
     if request.routes is None:
         return None
     if text is None:
-        return _unknown_routes(tokens, request.routes) if tokens and reason == "abort" else None
+        size = (tokens, request.routes.layers, request.routes.per_token)
+        unknown = unknown_expert(request.routes.dtype)
+        return np.full(size, unknown, request.routes.dtype) if tokens and reason == "abort" else None
     try:
         return decoded_routes(text, tokens, request.routes)
     except ValueError as error:
@@ -168,15 +170,12 @@ def decoded_routes(text: memoryview, tokens: int, shape: RouteShape) -> np.ndarr
             f"{wide.size} experts are not routes of {tokens} tokens through {shape.layers} layers with "
             f"{shape.per_token} experts each, which are {size}"
         )
-    routes = _packed(wide, shape).reshape(tokens, shape.layers, shape.per_token)
+    if size and wide.view(np.uint32).max() > np.iinfo(shape.dtype).max:
+        raise ValueError(f"expert {wide[wide.view(np.uint32).argmax()]}; there are 0 to {shape.experts - 1}")
+    routes = wide.astype(shape.dtype).reshape(tokens, shape.layers, shape.per_token)
     if problem := route_problem(routes, shape):
         raise ValueError(problem)
     return routes
-
-
-def _unknown_routes(tokens: int, shape: RouteShape) -> np.ndarray:
-    size = (tokens, shape.layers, shape.per_token)
-    return np.full(size, unknown_expert(shape.dtype), np.dtype(shape.dtype))
 
 
 def without_old_routes(generation: Generation) -> Generation:
@@ -186,11 +185,3 @@ def without_old_routes(generation: Generation) -> Generation:
     routes_R = generation.routes_R.copy()
     routes_R[generation.versions_R != generation.versions_R[-1]] = unknown_expert(routes_R.dtype)
     return replace(generation, routes_R=routes_R)
-
-
-def _packed(wide: np.ndarray, shape: RouteShape) -> np.ndarray:
-    """Convert int32 expert numbers to the routes' dtype. Raises ValueError if one does not fit."""
-    numbers = wide.view(np.uint32)
-    if numbers.size and numbers.max() > np.iinfo(shape.dtype).max:
-        raise ValueError(f"expert {wide[numbers.argmax()]}; there are 0 to {shape.experts - 1}")
-    return wide.astype(shape.dtype)

@@ -51,9 +51,6 @@ class Prepared:
     own_files: Sequence[str] = ()
     """Program files whose frames are omitted from tracebacks."""
 
-    def is_async(self) -> bool:
-        return all(map(inspect.iscoroutinefunction, self.functions.values()))
-
 
 def serve(prepare: Callable[[Any], Prepared]) -> None:
     """Answer calls until the input ends. ``prepare`` takes the settings and imports dependencies, before
@@ -67,7 +64,7 @@ def serve(prepare: Callable[[Any], Prepared]) -> None:
     except ConfigError as error:
         _send(answers, {"problem": str(error)})
         return
-    is_async = prepared.is_async()
+    is_async = all(map(inspect.iscoroutinefunction, prepared.functions.values()))
     _limit_memory(prepared.memory_limit_mb)
     _send(answers, {"notes": list(prepared.notes), "is_async": is_async})
     if is_async:

@@ -175,23 +175,17 @@ def unstopped_end(tokenizer: Any, stops: Sequence[int]) -> str | None:
 
 
 ENVIRONMENT = "environment.function"
-"""Key of a journal's identity: the environment of all prompts, or of each source by name."""
+"""Key of a journal's identity: the environment of all prompts, or, if they differ, of each source by name."""
 
 PROMPTS = "model.prompts_sha256"
 """Key of a journal's identity: digest of all prompts' tokens. Older journals lack it."""
 
 
-def _environment(config: RunConfig) -> str | dict[str, str | None] | None:
-    """Return the value of ``ENVIRONMENT``: a name if all sources share one, None if none has any."""
-    names = config.data.source_names or ("",)
-    by_source = {name: config.environments[name].function for name in names}
-    functions = set(by_source.values())
-    return by_source if len(functions) > 1 else functions.pop()
-
-
 def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     """Return the identity of a sampler's journal: the settings that a resume must not change, by name."""
-    rollout, environment = config.rollout, _environment(config)
+    rollout, names = config.rollout, config.data.source_names or ("",)
+    by_source = {name: config.environments[name].function for name in names}
+    environment = by_source if len({*by_source.values()}) > 1 else by_source[names[0]]
     # A version without environments compares the size, and so refuses such a journal with a clear message.
     optional: dict[str, Any] = {} if environment is None else {ENVIRONMENT: environment}
     if dataset.tools_sha256:

@@ -275,7 +275,6 @@ LAYOUT = "have another weight layout"
         ({}, "--ep-size=2", "cpu", f"servers with --ep-size {LAYOUT}"),
         ({}, "--disable-radix-cache", "cpu", None),
         ({}, "", "cuda", None),
-        ({}, "", "xpu", "the tensor hash of servers on xpu is unknown"),
         (MOE, "", "cpu", None),
         (MOE, "", "cuda", "experts on GPUs depends on the kernel"),  # some reorder rows
         (

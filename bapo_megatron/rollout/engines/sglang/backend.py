@@ -59,7 +59,12 @@ class SglangBackend(EngineBackend):
     def check(self, rollout: RolloutConfig, gpus: int = 0, training: int = 0) -> None:
         """Raise ConfigError if SGLang's installation, API keys, GPU placement or, for sync=broadcast, NCCL
         version is wrong. Servers elsewhere are assumed to have the same NCCL as SGLang's environment here."""
-        python = _interpreter(rollout)
+        try:
+            python = sglang_python(rollout.sglang.python)
+        except ConfigError:
+            if not rollout.sglang.urls:  # its servers may run elsewhere
+                raise
+            python = None
         check_keys_asked(rollout.sglang)
         if gpus and python and rollout.sglang.sync == "broadcast":
             check_nccl(python)
@@ -146,16 +151,6 @@ class SglangBackend(EngineBackend):
             SglangEngine(server_at(url), limits, sglang.on_update, deadlines, sglang.tensor, sglang.sync)
             for url in urls
         ]
-
-
-def _interpreter(rollout: RolloutConfig) -> Path | None:
-    """Find SGLang's interpreter. Without one: None if servers run elsewhere, else raises ConfigError."""
-    try:
-        return sglang_python(rollout.sglang.python)
-    except ConfigError:
-        if rollout.sglang.urls:
-            return None
-        raise
 
 
 # --- the servers of a run ------------------------------------------------------------------------

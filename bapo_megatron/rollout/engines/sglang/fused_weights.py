@@ -247,8 +247,6 @@ def fused_digests(
         reason = "the model is quantized"
     elif other := [flag for flag in flags if flag.startswith(_OTHER_LAYOUTS)]:
         reason = f"servers with {other[0].partition('=')[0]} have another weight layout"
-    elif device not in HASHES:
-        reason = f"the tensor hash of servers on {device} is unknown"
     if reason:
         return UnknownDigests(reason)
     shape = model_shape(config, str(hf_path))

@@ -13,7 +13,7 @@ out before JSON parsing and packed; ``pybase64`` decodes them 50 times faster th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
@@ -75,14 +75,14 @@ def generation_of(request: GenerateRequest, body: bytes) -> Generation:
             body, routes = _without_routes(body)
         reply = orjson.loads(body)
         about = reply["meta_info"]
-        tokens, log_probs = _tokens(about.get("output_token_logprobs") or [])
+        rows = about.get("output_token_logprobs") or []  # [[log_prob, id, text], ...]
         generation = Generation(
             request_id=request.request_id,
-            token_ids_R=tokens,
-            log_probs_R=log_probs,
-            versions_R=_versions(about, len(tokens)),
+            token_ids_R=np.fromiter(map(itemgetter(1), rows), np.int32, len(rows)),
+            log_probs_R=np.fromiter(map(itemgetter(0), rows), np.float32, len(rows)),
+            versions_R=_versions(about, len(rows)),
             finish_reason=(reason := _FINISH[about["finish_reason"]["type"]]),
-            routes_R=_routes(request, routes, len(tokens), reason),
+            routes_R=_routes(request, routes, len(rows), reason),
         )
         if about.get("num_retractions"):
             generation = without_old_routes(generation)
@@ -113,14 +113,6 @@ def _routes(
         if text and reason != "abort" and not bytes(text).strip(b"A="):  # zeros alone, in base64
             return None
         raise BadReply(f"request {request.request_id!r}: its routes are wrong: {error}") from error
-
-
-def _tokens(rows: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and log-probs from ``[[log_prob, id, text], ...]``."""
-    return (
-        np.fromiter(map(itemgetter(1), rows), np.int32, len(rows)),
-        np.fromiter(map(itemgetter(0), rows), np.float32, len(rows)),
-    )
 
 
 def _versions(about: Mapping[str, Any], tokens: int) -> np.ndarray:

@@ -30,7 +30,7 @@ from torch import Tensor
 from bapo_megatron.rollout.weight_sync.broadcast import SendingGroup, WeightBroadcast
 from benchmarks.common import is_quick, machine, peaks_above, rounds_in_turns, save_model, write
 from benchmarks.receiver import ReceiverProcess
-from tests.support.staging import SingleWriter
+from tests.support.models import SingleWriter
 
 CPU = torch.device("cpu")
 

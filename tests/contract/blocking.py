@@ -17,7 +17,7 @@ from bapo_megatron.interfaces import Engine, ReceivesHandles, ReleasesMemory
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
 from bapo_megatron.rollout.weight_sync.ipc import handles_of, shareable
 from bapo_megatron.types import GenerateRequest, Generation, WeightPart
-from tests.support.staging import SingleWriter
+from tests.support.models import SingleWriter
 
 T = TypeVar("T")
 

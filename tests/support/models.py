@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import for_servers
+from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 
 FAMILIES = ["qwen2", "qwen3", "llama"]
 EXPERTS = "qwen3_moe"
@@ -142,6 +144,16 @@ def save_nearly_tied_experts(folder: Path) -> Path:
             gate_EH.copy_(gate_EH[:1] * (1 + 1e-7 * noise_EH))
     model.save_pretrained(folder)
     return folder
+
+
+class SingleWriter(WeightStaging):
+    """Weight folders of a run, written by one process."""
+
+    def write(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> Path:
+        """Write all weights and return their folder."""
+        self.prepare(version)
+        self.publish(version, self.write_share(weights, version, 0, 1))
+        return self.folder(version)
 
 
 def random_samples(count: int, seed: int = 0, longest: int = 60) -> list[Sample]:

@@ -35,9 +35,6 @@ class TensorDigests(str):
         made.ranks = ranks
         return made
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TensorDigests, (str(self), self.ranks)
-
 
 @dataclass(frozen=True)
 class SentDigests:

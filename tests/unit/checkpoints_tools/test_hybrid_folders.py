@@ -21,8 +21,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import server_command
 from checkpoints_tools import reshard, to_hf, to_megatron, verify
 from checkpoints_tools.formats.mp_rank import MpRank
 from checkpoints_tools.formats.safetensors_folder import untrained_tensors
-from tests.support.models import EXPERT_HYBRID, HYBRID, HYBRIDS, save_tiny_model, tiny_model
-from tests.support.staging import SingleWriter
+from tests.support.models import EXPERT_HYBRID, HYBRID, HYBRIDS, SingleWriter, save_tiny_model, tiny_model
 
 UNTRAINED = {
     "model.visual.patch_embed.proj.weight": (4, 3, 2, 2, 2),

@@ -24,8 +24,7 @@ from bapo_megatron.layers.mlp import Experts, SharedExperts
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from tests.support.checkpoint_models import config_of, save_changed
 from tests.support.cluster_recipes import FOLDER
-from tests.support.models import EXPERTS, save_tiny_model, tiny_model
-from tests.support.staging import SingleWriter
+from tests.support.models import EXPERTS, SingleWriter, save_tiny_model, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,7 @@ from tests.support.checkpoint_models import (
     save_tensors,
 )
 from tests.support.fp8 import BLOCKS, FP8_CONFIG, in_bfloat16, save_fp8_folder, save_fused, set_config
-from tests.support.models import EXPERTS, tiny_model
-from tests.support.staging import SingleWriter
+from tests.support.models import EXPERTS, SingleWriter, tiny_model
 
 # Query rows 320, key rows 80, MLP 200, hidden 144: a block and a part of one, or two and a part.
 ODD = {"hidden_size": 144, "head_dim": 40, "num_key_value_heads": 2, "intermediate_size": 200}

@@ -20,7 +20,7 @@ from bapo_megatron.hf.weight_files import INDEX, left_out_text, weight_files
 from bapo_megatron.rollout.engines.local_engine import LocalModel, _weights_in
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from tests.support.checkpoint_models import save_random_model
-from tests.support.staging import SingleWriter
+from tests.support.models import SingleWriter
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "reader": lambda folder: {name: list(HfReader(folder).shape(name)) for name in HfReader(folder).names},

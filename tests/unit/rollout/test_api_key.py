@@ -109,11 +109,6 @@ def test_an_invalid_key_is_refused_and_not_shown(tmp_path: Path, text: str) -> N
     assert not text or text not in str(raised.value)
 
 
-def test_a_given_file_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        known_key(SglangConfig(api_key_file=tmp_path / "none"), tmp_path)
-
-
 def test_the_given_key_has_precedence_over_the_runs_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +121,8 @@ def test_the_given_key_has_precedence_over_the_runs_own(
     third = write_key(tmp_path / "third", "t" * 16)
     assert known_key(SglangConfig(api_key_file=third), tmp_path) == ApiKey("t" * 16, third)
     assert KEY not in repr(ApiKey(KEY, own))
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        known_key(SglangConfig(api_key_file=tmp_path / "none"), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -263,12 +263,7 @@ LAYOUT = "have another weight layout"
 @pytest.mark.parametrize(
     ("config", "flag", "device", "reason"),
     [
-        (
-            {"architectures": ["MixtralForCausalLM"]},
-            "",
-            "cpu",
-            "layout of MixtralForCausalLM on servers",
-        ),
+        ({"architectures": ["MixtralForCausalLM"]}, "", "cpu", "layout of MixtralForCausalLM on servers"),
         ({"architectures": None}, "", "cpu", "layout of a model without a class"),
         ({"quantization_config": {"quant_method": "fp8"}}, "", "cpu", "the model is quantized"),
         ({}, "--quantization", "cpu", f"servers with --quantization {LAYOUT}"),
@@ -277,12 +272,7 @@ LAYOUT = "have another weight layout"
         ({}, "", "cuda", None),
         (MOE, "", "cpu", None),
         (MOE, "", "cuda", "experts on GPUs depends on the kernel"),  # some reorder rows
-        (
-            {**MOE, "moe_intermediate_size": 96},
-            "",
-            "cpu",
-            "pad experts to a multiple of 32 rows",
-        ),
+        ({**MOE, "moe_intermediate_size": 96}, "", "cpu", "pad experts to a multiple of 32 rows"),
         (HYBRID_CONFIG, "", "cpu", None),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 from bapo_megatron.config import RolloutConfig, SglangConfig
 from bapo_megatron.interfaces import Confirm
-from bapo_megatron.rollout.engines.backend import EngineBackend, engine_backend
+from bapo_megatron.rollout.engines.backend import engine_backend
 from bapo_megatron.rollout.engines.pool import EnginesGone
 from bapo_megatron.rollout.engines.pool_state import CachedPrefix, EngineSlot, LoopLagClock, choose
 from bapo_megatron.types import GenerateRequest, Generation
@@ -209,7 +209,6 @@ def test_which_backends_have_a_prefix_cache() -> None:
     assert not has(on_update="in_place")
     assert not has(flags=("--disable-radix-cache",))
     assert not engine_backend("local").has_prefix_cache(RolloutConfig())
-    assert EngineBackend.has_prefix_cache is type(engine_backend("local")).has_prefix_cache
 
 
 async def test_the_clock_stands_still_during_loop_lag() -> None:

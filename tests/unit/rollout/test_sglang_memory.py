@@ -26,9 +26,8 @@ from bapo_megatron.rollout.weight_sync.disk import DiskSync
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightPart
 from tests.support.fake_sglang import FakeServer, Keyless
-from tests.support.models import save_tiny_model
+from tests.support.models import SingleWriter, save_tiny_model
 from tests.support.sampling import until
-from tests.support.staging import SingleWriter
 
 ALL = {"weights", "cuda_graph", "kv_cache"}
 

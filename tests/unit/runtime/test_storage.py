@@ -35,10 +35,9 @@ from bapo_megatron.runtime.jsonl_log import EventLog, append_event, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.storage import DiskError, FailingDiskError, OldFiles, writing
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
-from tests.support.models import save_tiny_model
+from tests.support.models import SingleWriter, save_tiny_model
 from tests.support.saves import save, write_policy
 from tests.support.small_disk import fill, small_disk
-from tests.support.staging import SingleWriter
 
 pytestmark = pytest.mark.usefixtures("one_process_group")
 

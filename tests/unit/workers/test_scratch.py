@@ -32,15 +32,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_scratch_directory_is_removed_with_its_owner(place: Path) -> None:
-    made = Scratch()
-    (Path(made.path) / "file").touch()
-    remove_abandoned()
-    assert (Path(made.path) / "file").exists()
-    made.remove()
-    assert list(place.iterdir()) == []
-
-
 def test_a_killed_owners_scratch_directory_is_removed_at_the_next_start(place: Path) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert owner.stdout is not None

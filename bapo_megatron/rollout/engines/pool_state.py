@@ -150,16 +150,11 @@ class CachedPrefix:
     slot: EngineSlot
     loads: int
 
-    @property
-    def is_warm(self) -> bool:
-        """Whether the engine still has the cache: it has loaded no weights since."""
-        return self.slot.loads == self.loads
-
 
 def choose(free: Sequence[EngineSlot], capacity: int, cached: CachedPrefix | None) -> EngineSlot:
     """Return the engine of ``free`` for a request: the least loaded, or the one with the cached prefix unless
     its load is higher by over ``AFFINITY_SURPLUS`` of ``capacity`` (most requests in flight per engine)."""
     least = min(free, key=lambda slot: slot.load)
-    if cached is None or cached.slot not in free or not cached.is_warm:
+    if cached is None or cached.slot not in free or cached.slot.loads != cached.loads:
         return least
     return cached.slot if cached.slot.load <= least.load + AFFINITY_SURPLUS * capacity else least

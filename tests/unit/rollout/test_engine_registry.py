@@ -12,20 +12,13 @@ import pytest
 from bapo_megatron.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Confirm, Engine
-from bapo_megatron.rollout.engines.backend import EngineBackend, LocalBackend, engine_backend
+from bapo_megatron.rollout.engines.backend import EngineBackend, engine_backend
 from bapo_megatron.rollout.engines.colocated_pool import open_pool
-from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.weight_sync.broadcast import sender_address
-from tests.support.plain_engine import PlainBackend, PlainConfig
+from tests.support.plain_engine import PlainConfig
 from tests.support.sampling import ScriptedEngine, mixed
 
 PLAIN = "tests.support.plain_engine:PlainBackend"
-
-
-def test_backends_by_name_and_by_import_path() -> None:
-    assert type(engine_backend("local")) is LocalBackend
-    assert type(engine_backend("sglang")) is SglangBackend
-    assert type(engine_backend(PLAIN)) is PlainBackend
 
 
 @pytest.mark.parametrize(

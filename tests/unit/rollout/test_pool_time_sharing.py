@@ -192,11 +192,8 @@ async def test_new_weights_end_prefix_affinity(tmp_path: Path) -> None:
         while (slot := pool.reserve(over_capacity=True)) is None:  # on a busy machine
             await asyncio.sleep(0.01)
         cached = pool.cached_at(slot)
-        assert cached is not None
-        assert cached.is_warm
         assert pool.reserve(over_capacity=True, cached=cached) is slot
         await world.weights(1)
-        assert not cached.is_warm
         slot.load = 1 + max(one.load for one in pool._slots)  # the sampler has reserved others meanwhile
         assert pool.reserve(over_capacity=True, cached=cached) is not slot
 

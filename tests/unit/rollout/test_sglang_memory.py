@@ -9,6 +9,7 @@ import base64
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, call
 
 import pytest
 from safetensors.torch import load_file
@@ -172,12 +173,7 @@ HANDED = [
 
 async def test_the_order_of_calls_in_a_wake_by_handles(servers: list[SleepingServer], model: Path) -> None:
     """Twice: an update that a failure has left open is ended first, and none is open the first time."""
-    digests = []
-
-    async def confirm(digest: str) -> None:
-        digests.append(digest)
-
-    engine = engine_on(servers[0], model)
+    confirm, engine = AsyncMock(), engine_on(servers[0], model)
     for left_open in (False, True):
         await engine.release_memory()
         servers[0].calls.clear()
@@ -187,7 +183,7 @@ async def test_the_order_of_calls_in_a_wake_by_handles(servers: list[SleepingSer
         assert await engine.weight_version() == 7
     assert servers[0].dead is None
     assert servers[0].tags == ALL
-    assert digests == ["of 7", "of 7"]
+    assert confirm.await_args_list == [call("of 7")] * 2
 
 
 class Letter:

@@ -59,8 +59,8 @@ def remove_abandoned() -> None:
                     os.close(lock)
 
 
-def remove_tree(path: str, limit_s: float = SWEEP_S) -> bool:
-    """Delete a directory with its content; return whether it is gone. Never raises, and follows no links.
+def remove_tree(path: str, limit_s: float = SWEEP_S) -> None:
+    """Delete a directory with its content. Never raises, and follows no links.
     Untrusted programs wrote the content, and its depth may exceed path, recursion and open-file limits: inner
     directories are moved to the top and deleted there. After ``limit_s`` seconds the rest stays."""
     deadline = time.monotonic() + limit_s
@@ -71,7 +71,6 @@ def remove_tree(path: str, limit_s: float = SWEEP_S) -> bool:
         finally:
             os.close(top)
         os.rmdir(path)
-    return not os.path.lexists(path)
 
 
 def _empty(top: int, deadline: float) -> None:

@@ -88,7 +88,7 @@ class Broadcasts:
 
         try:
             self.wait(self.updates.begin(version))
-            assert self.sender.send(iter(weights), on_bucket) == sum(tensor.nbytes for _, tensor in weights)
+            self.sender.send(iter(weights), on_bucket)
             assert next(buckets) > 5
             self.wait(self.updates.confirm(sent))
             self.wait(self.updates.resume())

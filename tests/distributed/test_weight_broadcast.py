@@ -104,7 +104,7 @@ def test_every_receiver_gets_every_byte(start: Any, sender: WeightBroadcast) -> 
     sender.open(3, join(receivers))
     weights = some_weights()
     for _ in range(2):
-        assert sender.send(iter(weights), receive(receivers)) == sum(tensor.nbytes for _, tensor in weights)
+        sender.send(iter(weights), receive(receivers))
         for receiver in receivers:
             assert_received(receiver, weights)
 

@@ -197,11 +197,11 @@ class WeightBroadcast:
             raise
         self._wait_for(parts, self._deadline())
 
-    def send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: StartCall[BucketSpec]) -> int:
-        """Broadcast all ``weights`` and return their size in bytes. Raises BroadcastError on failure or
-        timeout. Always exhausts ``weights``, because other ranks take part in its all-gathers."""
+    def send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: StartCall[BucketSpec]) -> None:
+        """Broadcast all ``weights``. Raises BroadcastError on failure or timeout. Always exhausts the
+        iterator, because other ranks take part in its all-gathers."""
         try:
-            return self._send(weights, on_bucket)
+            self._send(weights, on_bucket)
         except BaseException:
             self._drop_group()  # otherwise servers would wait for a broadcast that never comes
             raise
@@ -216,22 +216,19 @@ class WeightBroadcast:
         if closing := self._drop_group():
             self._wait_for({"the group": closing}, self._deadline())
 
-    def _send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: StartCall[BucketSpec]) -> int:
+    def _send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: StartCall[BucketSpec]) -> None:
         if self._group is None:
             raise BroadcastError("there is no group: open one first")
-        sent_bytes = 0
         in_flight: Callable[[], None] | None = None
         for bucket in self._buckets.cut(weights):
             if in_flight:
                 in_flight()
             in_flight = self._begin(bucket, on_bucket)
-            sent_bytes += bucket.spec.nbytes
             if bucket.is_borrowed:  # the next all-gather overwrites its memory
                 in_flight()
                 in_flight = None
         if in_flight:
             in_flight()
-        return sent_bytes
 
     def _begin(self, bucket: Bucket, on_bucket: StartCall[BucketSpec]) -> Callable[[], None]:
         """Start to broadcast ``bucket``; return a function that waits until it is sent and loaded."""

@@ -144,7 +144,6 @@ class SglangEngine:
                 # requests, whose tokens must not carry an unconfirmed version. (Folder loads set both.)
                 await confirm(await self.server.checksum(timeout))
                 await self.server.set_version(version)
-                await self.weight_version()
             await self._resume()
 
     async def release_memory(self) -> None:

@@ -32,7 +32,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -217,27 +217,28 @@ class Episodes:
 
 
 class RandomStates:
-    """Per-episode states of the global generators of ``random`` and numpy: ``of`` activates them for a block,
-    one at a time. The seed derives from the episode's name, so a replay repeats the draws; numpy's only if it
-    was imported before the episode's first block."""
+    """Per-episode states of the global generators of ``random`` and, if the interpreter has it, numpy: ``of``
+    activates them for a block, one at a time. The seed derives from the episode's name, so a replay repeats
+    the draws."""
 
     def __init__(self) -> None:
-        self._states: dict[str, tuple[Any, Any]] = {}
+        self._generators: list[Any] = [(random.seed, random.setstate, random.getstate)]
+        self._states: dict[str, list[Any]] = {}
+        with suppress(ImportError):
+            from numpy.random import get_state, seed, set_state
+
+            self._generators.append((seed, set_state, get_state))
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
         """Activate the episode's states, and save them at the end."""
-        seed = zlib.crc32(name.encode())
-        ours, theirs = self._states.get(name, (None, None))
-        numpy = sys.modules.get("numpy")
-        random.seed(seed) if ours is None else random.setstate(ours)
-        if numpy is not None:
-            numpy.random.seed(seed) if theirs is None else numpy.random.set_state(theirs)
+        states = self._states.get(name)
+        for place, (seed, restore, _) in enumerate(self._generators):
+            seed(zlib.crc32(name.encode())) if states is None else restore(states[place])
         try:
             yield
         finally:
-            numpy = sys.modules.get("numpy")
-            self._states[name] = random.getstate(), None if numpy is None else numpy.random.get_state()
+            self._states[name] = [state() for _, _, state in self._generators]
 
     def forget(self, name: str) -> None:
         self._states.pop(name, None)

@@ -40,6 +40,8 @@ def _end(text, out=os.fdopen(os.dup(1), "w", encoding="utf-8"), leave=os._exit):
     out.flush()
     leave(0)
 
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the server keeps the first MiB, and the value comes last
+
 """
 
 
@@ -92,10 +94,11 @@ class FusionServer:
 
     def _ended(self, answer: Any) -> Ended | None:
         run = answer.get("run_result") if isinstance(answer, dict) else None
-        if not isinstance(run, dict) or answer.get("status") not in ("Success", "Failed"):
-            raise SandboxError(f"{self._client.address}: it could not run the program: {str(answer)[:300]}")
-        if run.get("status") != "Finished":
+        status = run.get("status") if isinstance(run, dict) else None
+        if status == "TimeLimitExceeded":
             return None
+        if status != "Finished":
+            raise SandboxError(f"{self._client.address}: it could not run the program: {str(answer)[:300]}")
         code = run.get("return_code")
         took_s = run.get("execution_time")
         took_s = float(took_s) if isinstance(took_s, (int, float)) else 0.0

@@ -49,7 +49,8 @@ PROGRAMS = [
     (CALL, "def order(items):\n    return sorted(items) * factorial(xor(5, 4))", True),
     (CALL, "def order(x, n=20_000):\n    return sorted(x) if n == 0 else order(x, n - 1)", True),
     ('["assert all(f(i) == i for i in range(3))"]', FORGERIES["json"], False),
-    (ADD, "print('3' * 5_000_000)", False),
+    (CALL, "print('3' * 5_000_000)\ndef order(items):\n    return sorted(items)", True),
+    (ADD, "print(chr(0) * 5_000_000)", False),
     (ADD, "while True:\n    pass", False),
 ]
 
@@ -92,7 +93,7 @@ def test_what_is_expected_is_not_sent(fusion: JudgeServer) -> None:
     ("answer", "says_"),
     [
         (says(BROKEN), "could not run the program: .*SandboxError"),
-        (says({**BROKEN, "run_result": {"status": "Error", "stderr": "fork"}}), "could not run the program"),
+        (says({"status": "Failed", "run_result": {"status": "Error"}}), "could not run the program"),
         (says([1]), "could not run the program"),
         (raw("<html>"), "its answer is not JSON"),
         (says({"detail": "no such path"}, 404), "HTTP 404: .*no such path"),

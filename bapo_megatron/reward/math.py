@@ -159,7 +159,11 @@ class MathVerifyProcess:
             if self._child is None or self._owner != os.getpid():  # a fork must not share the pipes
                 self._owner = os.getpid()
                 self._child = AnsweringChild(COMMAND, with_import_path(os.environ))
-                self._child.ask(None, START_LIMIT_S)  # no settings: compares, scores nothing
+                try:
+                    self._child.ask(None, START_LIMIT_S)  # no settings: compares, scores nothing
+                except BaseException:
+                    self._stop()
+                    raise
             try:
                 call = {"id": 0, "function": function, "question": arguments}
                 return bool(self._child.ask(call, TIME_LIMIT_S)["answer"])

@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 from math_verify import grader
 
-from bapo_megatron.reward import math_verify_compare
+from bapo_megatron.reward import math, math_verify_compare
 from bapo_megatron.reward.answer_text import last_boxed
 from bapo_megatron.reward.math import MathVerifyProcess, answer_is_right, answers_equal, check_ground_truth
 from bapo_megatron.reward.pool import overlong_penalty
+from bapo_megatron.runtime.child_process import ChildError
 
 
 def judge(ground_truth: str, response: str) -> float:
@@ -156,7 +157,7 @@ def test_works_in_any_thread(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_dead_child_costs_one_question() -> None:
+def test_a_dead_child_costs_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     lone = MathVerifyProcess()
     assert lone.ask("equal", "1/2", "0.5")
     assert lone._child is not None
@@ -164,6 +165,10 @@ def test_a_dead_child_costs_one_question() -> None:
     assert not lone.ask("equal", "1/2", "0.5")
     assert lone.ask("equal", "1/2", "0.5")
     lone.close()
+    monkeypatch.setattr(math, "COMMAND", (sys.executable, "-c", ""))
+    for _ in range(2):
+        with pytest.raises(ChildError):
+            lone.ask("equal", "1/2", "0.5")
 
 
 def test_integers_are_judged_as_math_verify_does() -> None:

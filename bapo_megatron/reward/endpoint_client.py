@@ -190,6 +190,9 @@ class JsonClient:
                 self._tell_of(error)
                 await asyncio.sleep(pause_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            except EndpointError:
+                self._silent_since = None  # a refusal is a reply
+                raise
             else:
                 self._silent_since = None
                 return answer

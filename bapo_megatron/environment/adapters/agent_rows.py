@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if settings.output.exists():
             raise ConfigError(f"output {settings.output} exists: name another file, or delete it")
         result = asyncio.run(rows(settings.command, read_rows(settings.problems)))
-    except (ConfigError, RowError, OSError) as error:
+    except (ConfigError, RowError, OSError, Refused) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     write_atomically(settings.output, "".join(json.dumps(row) + "\n" for row in result))

@@ -279,8 +279,10 @@ def test_rows_whose_prompts_are_what_a_program_asks_first(arguments: list[str], 
     assert row["extra_info"].get(PROMPT_TOOLS) == (TOOLS if arguments else None)
     task = replace(TASK, messages=row["prompt"], extra_info=row["extra_info"])
     assert play(EndpointEnvironment, task, {"command": command}, ["6"]) == [Reply(None, reward=1.0)]
-    with pytest.raises(SystemExit, match="2"):
-        agent_rows.main([str(problems), str(tmp_path / "none"), "--", sys.executable, "-c", "pass"])
+    briefed.write_text(text.replace('"Be brief."', '[{"type": "image_url"}]'))
+    for wrong in ([*command[:1], "-c", "pass"], command):
+        with pytest.raises(SystemExit, match="2"):
+            agent_rows.main([str(problems), str(tmp_path / "none"), "--", *wrong])
 
 
 def test_no_file_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

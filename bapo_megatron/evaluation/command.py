@@ -8,6 +8,7 @@ are printed as points: 0.5 is 50.0. ``--examples`` needs the suite's unchanged f
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -154,14 +155,15 @@ def examples_text(a: Path, b: Path, count: int) -> str:
     for suite, folders in suites_of_both(a, b).items():
         questions = _questions(suite, folders[0], count)
         answers = [
-            {one.problem: (text, one.correct) for one, text in rows if one.sample == 0}
+            {one.problem: (text, one) for one, text in rows if one.sample == 0}
             for rows in (all_responses(folder / RESPONSES) for folder in folders)
         ]
         for problem, question in enumerate(questions):
             lines.append(f"{suite}, problem {problem}: {_one_line(question)}\n")
             for name, responses in zip("AB", answers, strict=True):
-                text, correct = responses[problem]
-                lines.append(f"  {name}, {'right' if correct else 'wrong'}: {_one_line(text)}\n")
+                text, one = responses[problem]
+                verdict = "right" if one.correct else "wrong" if one.failure is None else "unjudged"
+                lines.append(f"  {name}, {verdict}: {_one_line(text)}\n")
     return "".join(lines)
 
 
@@ -289,6 +291,8 @@ def _compare(arguments: Sequence[str]) -> None:
     options = parse_options(CompareOptions, "bapo eval compare", arguments)
     options.check()
     comparisons = compare(options.a, options.b)
+    if alone := _suites(options.a).keys() ^ _suites(options.b).keys():
+        print(f"left out, since not finished in both: {', '.join(sorted(alone))}", file=sys.stderr)
     if options.json:
         print(json.dumps([asdict(suite) for suite in comparisons], indent=2))
         return

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import math
+import shutil
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
@@ -142,7 +143,8 @@ def suite(tmp_path: Path) -> Path:
 
 
 def evaluation(folder: Path, suite: Path, texts: dict[tuple[int, int], str], right: str) -> Path:
-    """A finished evaluation with these responses, by problem and sample; those that are ``right`` are so."""
+    """A finished evaluation with these responses, by problem and sample; those that are ``right`` are so.
+    Without one nothing is judged."""
     digest = hashlib.sha256(suite.read_bytes()).hexdigest()
     about: dict[str, Any] = {
         "format": FORMAT,
@@ -152,7 +154,7 @@ def evaluation(folder: Path, suite: Path, texts: dict[tuple[int, int], str], rig
     }
     with open_folder(folder / "sums", about) as log:
         for (problem, sample), text in texts.items():
-            judged = ScoredResponse(problem, sample, text == right, None, 3, "stop")
+            judged = ScoredResponse(problem, sample, text == right, None, 3, "stop", None if right else "time")
             log.append_all([{**asdict(judged), "text": text}])
     responses = read_responses(folder / "sums" / RESPONSES, 2)
     write_summary(folder / "sums", about, score(responses))
@@ -178,8 +180,11 @@ def test_examples_of_first_problems(tmp_path: Path, suite: Path, capsys: pytest.
     command = ["eval", "compare", str(a), str(b)]
     assert run([*command, "--examples", "1"]) == 0
     assert capsys.readouterr().out.endswith(f"\n{FIRST}")
+    shutil.copytree(b / "sums", b / "more")
     assert run(command) == 0
-    assert "problem 0" not in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "problem 0" not in printed.out
+    assert "left out, since not finished in both: more\n" in printed.err
     assert run([*command, "--examples", "-1"]) == 2
     assert "examples=-1" in capsys.readouterr().err
 
@@ -191,8 +196,8 @@ def test_a_text_is_one_line_however_long_and_whatever_it_holds(tmp_path: Path, s
     )
     b = evaluation(tmp_path / "b", suite, {(n, s): long for n in range(3) for s in (0, 1)}, "")
     lines = examples_text(a, b, 1).splitlines()
-    assert lines[1] == "  A, wrong: one ⏎ two \\x1b[2J00"
-    assert lines[2] == f"  B, wrong: {'x' * 250} [...] {'y' * 250}"
+    assert lines[1] == "  A, unjudged: one ⏎ two \\x1b[2J00"
+    assert lines[2] == f"  B, unjudged: {'x' * 250} [...] {'y' * 250}"
 
 
 def test_a_suite_that_is_not_what_was_asked(tmp_path: Path, suite: Path) -> None:

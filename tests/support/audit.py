@@ -189,7 +189,7 @@ class Audit:
     def _most_groups(self) -> int:
         config = self.config
         steps = config.max_staleness + 1 + self.weights_step - self.served
-        replaced = int((config.max_oversampling - 1) * config.prompts_per_step)
+        replaced = int(round((config.max_oversampling - 1) * config.prompts_per_step, 6))
         return steps * config.prompts_per_step - max(0, self.dropped["uniform"] - replaced)
 
     def _segments(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:

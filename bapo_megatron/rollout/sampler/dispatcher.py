@@ -96,7 +96,7 @@ class AdmissionController:
     def room(self) -> int:
         if not self.may_sample:
             return 0
-        replaced = (self._config.max_oversampling - 1) * self._config.prompts_per_step
+        replaced = round((self._config.max_oversampling - 1) * self._config.prompts_per_step, 6)
         dropped = self._state.dropped["uniform"] + self._state.dropped["failed"]
         beyond = max(0, dropped - int(replaced))
         most = (self._steps_ahead + 1) * self._config.prompts_per_step

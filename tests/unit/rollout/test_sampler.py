@@ -82,17 +82,17 @@ async def test_uniform_groups_are_replaced(
 
 
 async def test_oversampling_is_bounded_and_fewer_groups_are_legal(tmp_path: Path) -> None:
-    engine = ScriptedEngine(uniform_on(*range(11)))
-    world = World(tmp_path, [engine], max_oversampling=2.0)
+    engine = ScriptedEngine(uniform_on(*range(26)))
+    world = World(tmp_path, [engine], prompts=40, max_oversampling=2.3, prompts_per_step=10)
     async with world.sampling():
         batch = await world.train(1)
         assert batch.groups == ()
-        assert batch.metrics["rollout/groups_sampled"] == 8
+        assert batch.metrics["rollout/groups_sampled"] == 23
         assert batch.metrics["sampled/reward/solved_none"] == 1.0
         assert batch.metrics["sampled/rollout/length_positive_mean"] is None
         assert batch.metrics["reward/mean"] is None, "of the batch, which has no response"
-        # Prompts 8 to 10 are uniform and replaced, in a new step's limit.
-        assert prompt_ids(await world.batch(2)) == [11]
+        # Prompts 23 to 25 are uniform and replaced, in a new step's limit.
+        assert prompt_ids(await world.batch(2)) == [*range(26, 36)]
 
 
 class OneOfTwo:

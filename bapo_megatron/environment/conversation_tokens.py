@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bapo_megatron.data.chat_template import absent_mark, chat_template_of
+from bapo_megatron.environment.template import opened_thinking
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 
 _TAGS = re.compile(f"({re.escape(THINKING)}|{re.escape(THOUGHT)})")
-_OPENED = f"{THINKING}\n"
 
 
 class RepeatedTurn(NamedTuple):
@@ -44,6 +44,8 @@ class ConversationTokens:
         turns even if the template rewrites them (``history="sampled"``)."""
         self._chat, self._stops, self._tools = chat_template_of(tokenizer), frozenset(stop_token_ids), tools
         self.keeps_turns = keeps_turns
+        prompt = self._chat.text([{"role": "user", "content": "1+1="}], "", tools)
+        self._opened = opened_thinking(prompt) or f"{THINKING}\n"
 
     def ids(
         self,
@@ -80,7 +82,7 @@ class ConversationTokens:
         for place, mark in shown.items():
             before, _, text = text.partition(mark)
             turn = turns[messages[place]["turn"]]
-            head = before + (_OPENED if turn.is_opened else "")
+            head = before + (self._opened if turn.is_opened else "")
             parts += [self._encode(head, cut, drop), turn.ids]
             drop = turn.ids[-1] in self._stops
             if messages[place]["turn"] == behind:
@@ -90,8 +92,8 @@ class ConversationTokens:
     def _marked(self, turn: RepeatedTurn, mark: str) -> str:
         """Return the turn with marks in place of its words, so that the template sees its thinking part."""
         if self.keeps_turns or not turn.text.strip():
-            return (_OPENED if turn.is_opened else "") + mark
-        text = (_OPENED if turn.is_opened else "") + turn.text
+            return (self._opened if turn.is_opened else "") + mark
+        text = (self._opened if turn.is_opened else "") + turn.text
         pieces = _TAGS.split(text)
         return "".join(
             re.sub(r"\S.*\S|\S", f"{mark}{number}z", piece, count=1, flags=re.DOTALL)

@@ -86,7 +86,7 @@ class ObservationTemplate:
         differs from its whole rendering; None if equal."""
         messages: list[dict[str, str]] = [{"role": "user", "content": _QUESTION}]
         prompt = self.prompt_text(messages)
-        opened = _opened_thinking(prompt)
+        opened = opened_thinking(prompt)
         ours = self._encode(prompt)
         for number, turn in enumerate(turns):
             ours += [*self._encode(turn.removeprefix(opened)), self._close]
@@ -190,7 +190,7 @@ def check_template(
 def _rounds_after(prompt: str, begun: bool) -> list[tuple[str, tuple[str, ...]]]:
     """Return the rounds that can follow a generation prompt: it may have opened a thinking part, which every
     turn then has, or written an empty one, so that no turn has another."""
-    if _opened_thinking(prompt):
+    if opened_thinking(prompt):
         return [("with thinking", _ROUNDS["with thinking"])]
     if prompt.rstrip().endswith(THOUGHT):
         return [("without thinking", _ROUNDS["without thinking"])]
@@ -204,6 +204,6 @@ def _refusal(role: str, problem: str) -> str:
     )
 
 
-def _opened_thinking(prompt: str) -> str:
+def opened_thinking(prompt: str) -> str:
     """Return the ``<think>`` and white space at the end of the generation prompt, or an empty string."""
     return prompt[prompt.rindex(THINKING) :] if prompt.rstrip().endswith(THINKING) else ""

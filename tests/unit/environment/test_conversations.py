@@ -133,9 +133,9 @@ OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 DROPS = "m.content.split('</think>')[-1].lstrip('\n')"
 
 
-def rule(content: str = "m.content", keeps_turns: bool = False) -> ConversationTokens:
+def rule(content: str = "m.content", keeps_turns: bool = False, opened: str = "") -> ConversationTokens:
     tokenizer = demo_tokenizer()
-    tokenizer.chat_template = CHATML.replace("CONTENT", content) + OPENING
+    tokenizer.chat_template = CHATML.replace("CONTENT", content) + OPENING.replace("nt\n", f"nt\n{opened}")
     return ConversationTokens(tokenizer, [CLOSE], (), keeps_turns)
 
 
@@ -160,6 +160,13 @@ def test_a_turn_stands_as_it_was_sampled(text: str) -> None:
     found = rule().ids(MESSAGES, {1: repeated(text, 7, 7, 7)}, 1)
     assert found.tolist() == [*HEAD, 7, 7, 7, CLOSE, *TAIL]
     assert rule().ids(MESSAGES, {1: repeated(text, 7)}, 1, behind=1).tolist() == TAIL
+
+
+@pytest.mark.parametrize("opened", ["<think>\n", "<think>"])
+def test_a_turn_begins_within_the_thought_that_the_template_opened(opened: str) -> None:
+    turns = {1: repeated("Hm.</think>5", 7)._replace(is_opened=True)}
+    found = rule(opened=opened).ids(MESSAGES, turns, 1).tolist()
+    assert found == [*HEAD, *ids_of(opened), 7, CLOSE, *TAIL, *ids_of(opened)]
 
 
 def test_what_a_template_writes_otherwise_is_text() -> None:

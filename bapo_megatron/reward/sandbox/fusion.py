@@ -94,11 +94,10 @@ class FusionServer:
 
     def _ended(self, answer: Any) -> Ended | None:
         run = answer.get("run_result") if isinstance(answer, dict) else None
-        status = run.get("status") if isinstance(run, dict) else None
-        if status == "TimeLimitExceeded":
-            return None
-        if status != "Finished":
+        if not isinstance(run, dict) or run.get("status") not in ("Finished", "TimeLimitExceeded"):
             raise SandboxError(f"{self._client.address}: it could not run the program: {str(answer)[:300]}")
+        if run["status"] == "TimeLimitExceeded":
+            return None
         code = run.get("return_code")
         took_s = run.get("execution_time")
         took_s = float(took_s) if isinstance(took_s, (int, float)) else 0.0

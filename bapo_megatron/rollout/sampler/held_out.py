@@ -228,7 +228,8 @@ async def whole_response(
         while need := needs(response, sampling):
             if isinstance(need, Step):
                 assert turns is not None
-                response = await _stepped(turns, prompt, response, name)
+                reply = await turns.answer(prompt, response, _episode(name, response))
+                response = restarted(response) if isinstance(reply, str) else given(response, reply)
                 continue
             while (slot := pool.reserve(over_capacity=True, cached=cached)) is None:
                 await asyncio.sleep(_POLL_S)
@@ -257,11 +258,3 @@ async def whole_response(
 
 def _episode(name: str, response: Response) -> str:
     return f"{name}-{response.episode.restarts}"
-
-
-async def _stepped(turns: TurnTaker, prompt: Prompt, response: Response, name: str) -> Response:
-    """Return the response after its environment's answer, restarted if the environment was not restored."""
-    result = await turns.result(prompt, response, _episode(name, response))
-    if turns.must_restart(response, result):
-        return restarted(response)
-    return given(response, await turns.answer(prompt, response, result))

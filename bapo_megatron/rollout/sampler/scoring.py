@@ -82,16 +82,17 @@ def judged_prompt(tokenizer: Any, prompt: Prompt, response: Response) -> Prompt:
     turns, forks = [], dict(tree.forks)
     for number in tree.way(len(tree.ends) - 1)[1][:-1]:
         start, (end, given) = tree.ends[number - 1] if number else 0, response.episode.turns[number]
-        if number in forks:  # the agent program's input is in template form
-            given = response_text(tokenizer, ids_R[start:end])
-        text = _turn_text(tokenizer, prompt, ids_R[:end], start) if given is None else given
+        # The agent program's input of a fork is in template form.
+        text = response_text(tokenizer, ids_R[start:end]) if given is None or number in forks else given
+        if given is None:
+            text = with_opened_thought(tokenizer, prompt, ids_R, start, text)
         turns.append({"role": "assistant" if given is None else "environment", "content": text})
     return replace(prompt_of_turn(tokenizer, prompt, ids_R, last), turns=turns)
 
 
-def _turn_text(tokenizer: Any, prompt: Prompt, ids_R: np.ndarray, start: int) -> str:
-    """Return a turn's text, prefixed by the thinking tag if the template opened an unclosed thinking part."""
-    text = response_text(tokenizer, ids_R[start:])
+def with_opened_thought(tokenizer: Any, prompt: Prompt, ids_R: np.ndarray, start: int, text: str) -> str:
+    """Return the text of the turn at ``start``, prefixed by the thinking tag if the chat template opened a
+    thinking part without an end; otherwise a call within the thoughts would look like a real one."""
     opened = prompt_of_turn(tokenizer, prompt, ids_R, start).opens_thinking
     return f"{THINKING}{text}" if opened and THOUGHT not in text else text
 

@@ -105,12 +105,11 @@ class Stepper:
         turns = self._turns[prompt.source]
         self._episodes[key] = name, turns
         try:
-            result = await turns.result(prompt, response, name)
-            if turns.must_restart(response, result):
-                self._restarts.append(Restart(group, sample, result.detail))
-                return
-            answer = await turns.answer(prompt, response, result)
-            self._answers.append(Given(group, sample, response.tokens, attempt, answer))
+            answer = await turns.answer(prompt, response, name)
+            if isinstance(answer, str):
+                self._restarts.append(Restart(group, sample, answer))
+            else:
+                self._answers.append(Given(group, sample, response.tokens, attempt, answer))
         finally:
             if self._running.get(key) is asyncio.current_task():
                 del self._running[key]

@@ -31,12 +31,12 @@ from bapo_megatron.environment.pool import (
 )
 from bapo_megatron.environment.template import History, ObservationTemplate, check_template
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 from bapo_megatron.reward.pool import FailureReports
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset, prompt_of_turn, stop_token_ids
 from bapo_megatron.rollout.sampler.branches import NOTHING, PROMPT
 from bapo_megatron.rollout.sampler.response import Answer, Response, Sampling, branch_ids
+from bapo_megatron.rollout.sampler.scoring import with_opened_thought
 from bapo_megatron.types import FinishReason, Prompt
 
 T = TypeVar("T")
@@ -86,8 +86,8 @@ def turn_takers(
 
 
 class TurnTaker:
-    """Client of one environment: ``result`` sends it a response's last turn, ``answer`` turns the result into
-    tokens or the end of the response. Reports failures and restarts as run events."""
+    """Client of one environment: ``answer`` sends it a response's last turn, and returns its answer as tokens
+    or the end of the response. Reports failures and restarts as run events."""
 
     def __init__(self, stepping: Stepping, dataset: Dataset, max_response_tokens: int) -> None:
         self._stepping, self._dataset = stepping, dataset
@@ -95,8 +95,7 @@ class TurnTaker:
         self._failures = FailureReports(stepping.report, event="environment_failed")
         self._restarts = FailureReports(stepping.report, event="episode_restarted")
 
-    async def result(self, prompt: Prompt, response: Response, episode: str) -> StepResult:
-        """Return the environment's answer to the last turn of a waiting response."""
+    async def _result(self, prompt: Prompt, response: Response, episode: str) -> StepResult:
         so_far = response.episode
         start = so_far.last_turn_start
         task = Task(prompt.messages, prompt.ground_truth, prompt.data_source, prompt.extra_info, episode)
@@ -110,16 +109,15 @@ class TurnTaker:
         )
         return await self._stepping.steps.step(question)
 
-    def must_restart(self, response: Response, result: StepResult) -> bool:
-        """Return whether the response must restart (environment lost, up to ``MOST_RESTARTS`` times)."""
-        if result.failure != "diverged" or response.episode.restarts >= MOST_RESTARTS:
-            return False
-        self._restarts.note(result)
-        return True
-
-    async def answer(self, prompt: Prompt, response: Response, result: StepResult) -> Answer:
-        """Return the answer as tokens, which may start a branch, or as the end of the response: because the
-        environment ended it or failed, or its turns or tokens reach the limit."""
+    async def answer(self, prompt: Prompt, response: Response, episode: str) -> Answer | str:
+        """Return the environment's answer to the last turn of a waiting response: tokens, which may start a
+        branch, or the response's end, because the environment ended it or failed, or its turns or tokens
+        reach the limit. Returns the reason if the response must restart instead: its environment is lost, for
+        at most ``MOST_RESTARTS`` times."""
+        result = await self._result(prompt, response, episode)
+        if result.failure == "diverged" and response.episode.restarts < MOST_RESTARTS:
+            self._restarts.note(result)
+            return result.detail
         self._failures.note(result)
         if result.failure is not None or result.observation is None:
             return _end("failed" if result.failure is not None else "stop", result)
@@ -179,11 +177,8 @@ class TurnTaker:
         self._stepping.steps.forget(episode)
 
     def _text(self, prompt: Prompt, ids_R: np.ndarray, start: int, end: int) -> str:
-        """Return a turn's text for its environment, prefixed by the thinking tag if the chat template opened
-        a thinking part without an end; otherwise a call within the thoughts would look like a real one."""
         text = self._dataset.turn_text(ids_R[start:end], self._stepping.stop_token_ids)
-        opened = prompt_of_turn(self._dataset.tokenizer, prompt, ids_R, start).opens_thinking
-        return f"{THINKING}{text}" if opened and THOUGHT not in text else text
+        return with_opened_thought(self._dataset.tokenizer, prompt, ids_R, start, text)
 
     def _sampled(self, prompt: Prompt, response: Response, start: int, end: int) -> str:
         """Return a model turn's text, with its tokens if the environment wants them."""

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from bapo_megatron.evaluation.responses import (
     read_responses,
     write_summary,
 )
-from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
+from bapo_megatron.evaluation.scoring import score, vote_for
 from bapo_megatron.evaluation.suite_task import Progress, SuiteTask, open_task
 from bapo_megatron.evaluation.unjudged import score_again
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -39,10 +39,10 @@ from bapo_megatron.reward.sandbox.sandbox import checked_sandbox
 from bapo_megatron.rollout.engines.backend import engine_backend
 from bapo_megatron.rollout.engines.colocated_pool import open_pool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
-from bapo_megatron.rollout.engines.requests import Dataset, limits_of, response_text, stop_token_ids
-from bapo_megatron.rollout.sampler.held_out import whole_response
+from bapo_megatron.rollout.engines.requests import Dataset, limits_of, stop_token_ids
+from bapo_megatron.rollout.sampler.held_out import judged_row, whole_response
 from bapo_megatron.rollout.sampler.response import Sampling
-from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, judged_prompt, response_score
+from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer
 from bapo_megatron.rollout.sampler.turns import TurnTaker, check_environment, open_environment, within
 from bapo_megatron.runtime.files import check_files_inside, open_lock, sha256_of, write_atomically
 from bapo_megatron.runtime.jsonl_log import Row
@@ -113,16 +113,8 @@ class SuiteSampler:
         name = f"{problem}-{sample}" if turns is None else f"{self._name}-{problem}-{sample}"
         place = (0, problem, sample)
         response = await whole_response(self._pool, self._sampling, self._version, prompt, name, place, turns)
-        tokens, reason = response.sampled_tokens, response.finish_reason
-        assert reason is not None
-        text = response_text(self._tokenizer, response.so_far.token_ids_R)
-        last = response_text(self._tokenizer, response.last_turn_R)
-        prompt = await asyncio.to_thread(judged_prompt, self._tokenizer, prompt, response)
-        result = await response_score(self._scorer, prompt, response, last, RewardConfig.failed)
-        correct = result.score is not None and result.score >= self._right_from
-        vote = vote_of(last, prompt.opens_thinking)
-        judged = ScoredResponse(problem, sample, correct, vote, tokens, reason, result.failure)
-        return {**asdict(judged), "text": text}
+        row, text = await judged_row(self._scorer, self._tokenizer, prompt, response, self._right_from)
+        return {"problem": problem, "sample": sample, **row, "answer": vote_for(row["answer"]), "text": text}
 
 
 _FILES = (".safetensors", ".json", ".jinja", ".model")

@@ -41,21 +41,15 @@ class ScoredResponse:
     sample: int
     correct: bool
     answer: str | None
-    """Answer as `vote_of` extracts it, or None."""
+    """The last box after the thinking part, in normal form (``vote_for``), or None."""
     tokens: int
     finish_reason: FinishReason
     failure: str | None = None
     """Scoring failure: the response is neither right nor wrong, and counts as unjudged. None on success."""
 
 
-def vote_of(response: str, opens_thinking: bool = False) -> str | None:
-    """Return the response's vote for maj@n: its last box after the thinking part, in normal form.
-    ``opens_thinking``: the chat template opened that part in the prompt."""
-    return vote_for(final_answer(response, opens_thinking))
-
-
 def vote_for(answer: str | None) -> str | None:
-    """Return an answer's normal form as its vote; None for an empty or missing answer."""
+    """Return an answer's normal form as its vote for maj@n; None for an empty or missing answer."""
     return (answer_text(answer) or None) if answer is not None else None
 
 
@@ -142,8 +136,8 @@ def _scored(row: dict[str, Any]) -> ScoredResponse:
         name: row[name] for name in ("problem", "sample", "correct", "tokens", "finish_reason", "failure")
     }
     # Rows of earlier versions lack the answer, and whether the prompt opened the thinking part.
-    vote = vote_for(row["answer"]) if "answer" in row else vote_of(row["response"])
-    return ScoredResponse(answer=vote, **fields)
+    answer = row["answer"] if "answer" in row else final_answer(row["response"])
+    return ScoredResponse(answer=vote_for(answer), **fields)
 
 
 def _by_problem(responses: Sequence[ScoredResponse]) -> list[list[ScoredResponse]]:

@@ -18,15 +18,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from bapo_megatron.config import RunConfig
+from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.validation import BOXED_REWARDS
 from bapo_megatron.data.problem_sets import Suite, programs_of
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool
 from bapo_megatron.rollout.engines.pool_state import CachedPrefix
-from bapo_megatron.rollout.engines.requests import Dataset, request_seed
+from bapo_megatron.rollout.engines.requests import Dataset, request_seed, response_text
 from bapo_megatron.rollout.sampler.response import (
     Response,
     Sampling,
@@ -184,22 +185,32 @@ class HeldOut:
 
     async def _scored(self, item: _Item, response: Response) -> Row:
         prompt, programs = item.suite.prompts[item.problem], self._programs[item.suite.name]
-        ids = [response.so_far.token_ids_R, response.last_turn_R]
-        text, last = await asyncio.to_thread(self._dataset.texts, ids)
-        prompt = await asyncio.to_thread(judged_prompt, self._dataset.tokenizer, prompt, response)
-        result = await response_score(self._scorer, prompt, response, last, self._config.reward.failed)
-        return {
-            "suite": item.suite.name,
-            "problem": item.problem,
-            "sample": item.sample,
-            "correct": result.score is not None and result.score >= self._config.reward.correct,
-            "failure": result.failure,
-            "tokens": response.sampled_tokens,
-            "finish_reason": response.finish_reason,
-            "answer": None if item.problem in programs else final_answer(last, prompt.opens_thinking),
-            "boxed": self._config.reward.function in BOXED_REWARDS and not programs,
-            "response": text,
-        }
+        reward, tokenizer = self._config.reward, self._dataset.tokenizer
+        row, text = await judged_row(self._scorer, tokenizer, prompt, response, reward.correct)
+        if item.problem in programs:
+            row["answer"] = None
+        place = {"suite": item.suite.name, "problem": item.problem, "sample": item.sample}
+        boxed = reward.function in BOXED_REWARDS and not programs
+        return {**place, **row, "boxed": boxed, "response": text}
+
+
+async def judged_row(
+    scorer: Scorer, tokenizer: Any, prompt: Prompt, response: Response, right_from: float
+) -> tuple[Row, str]:
+    """Score a complete response. Returns its text, and what the rows of all evaluations have of it, where
+    ``answer`` is its last box. ``right_from``: lowest score of a right response."""
+    ids = (response.so_far.token_ids_R, response.last_turn_R)
+    text, last = await asyncio.to_thread(lambda: [response_text(tokenizer, one) for one in ids])
+    prompt = await asyncio.to_thread(judged_prompt, tokenizer, prompt, response)
+    result = await response_score(scorer, prompt, response, last, RewardConfig.failed)
+    row = {
+        "correct": result.score is not None and result.score >= right_from,
+        "answer": final_answer(last, prompt.opens_thinking),
+        "tokens": response.sampled_tokens,
+        "finish_reason": response.finish_reason,
+        "failure": result.failure,
+    }
+    return row, text
 
 
 async def whole_response(

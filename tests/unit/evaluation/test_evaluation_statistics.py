@@ -152,9 +152,10 @@ def evaluation(folder: Path, suite: Path, texts: dict[tuple[int, int], str], rig
         "sampling": {"temperature": 1.0},
         "samples": 2,
     }
+    failure = None if right else "time"
     with open_folder(folder / "sums", about) as log:
         for (problem, sample), text in texts.items():
-            judged = ScoredResponse(problem, sample, text == right, None, 3, "stop", None if right else "time")
+            judged = ScoredResponse(problem, sample, text == right, None, 3, "stop", failure)
             log.append_all([{**asdict(judged), "text": text}])
     responses = read_responses(folder / "sums" / RESPONSES, 2)
     write_summary(folder / "sums", about, score(responses))

@@ -13,7 +13,8 @@ from bapo_megatron.cli import run
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.command import compare, comparison_text, results_text
 from bapo_megatron.evaluation.responses import RESPONSES, SUMMARY, open_folder, read_responses, write_summary
-from bapo_megatron.evaluation.scoring import score, vote_of
+from bapo_megatron.evaluation.scoring import score, vote_for
+from bapo_megatron.reward.answer_text import final_answer
 from tests.unit.evaluation.test_evaluation import judged, row, settings
 
 
@@ -80,7 +81,7 @@ def test_missing_and_repeated_samples() -> None:
     ("text", "vote", "within_thoughts"),
     [
         ("\\boxed{1} then \\boxed{ 007 }", "7", None),
-        ("so $\\boxed{\\dfrac{1}{2}}$", vote_of("\\boxed{\\frac{1}{2}}"), None),
+        ("so $\\boxed{\\dfrac{1}{2}}$", vote_for("\\frac{1}{2}"), None),
         ("\\boxed{ }", None, None),
         ("seven", None, None),
         # As for the reward: a response that is cut off in its thoughts has no answer.
@@ -89,7 +90,7 @@ def test_missing_and_repeated_samples() -> None:
     ],
 )
 def test_what_a_response_votes_for(text: str, vote: str | None, within_thoughts: str | None) -> None:
-    assert (vote_of(text), vote_of(text, opens_thinking=True)) == (vote, within_thoughts)
+    assert [vote_for(final_answer(text, opened)) for opened in (False, True)] == [vote, within_thoughts]
 
 
 def finished(folder: Path, correct: list[list[bool]], **more: Any) -> Path:

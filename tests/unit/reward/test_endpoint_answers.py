@@ -195,17 +195,19 @@ def test_retries_end_within_their_limit_in_virtual_time(monkeypatch: pytest.Monk
     monkeypatch.setattr(client, "LONGEST_WAIT_S", 30.0)
     monkeypatch.setattr(client.random, "uniform", lambda low, high: high)
     asked: list[float] = []
+    kinds: list[type[client.EndpointError]] = []
 
     async def main() -> None:
         one = client.JsonClient("http://nowhere/", 60, 100)
 
         async def fail(body: bytes, limit_s: float) -> Any:
             asked.append(asyncio.get_running_loop().time())
-            raise kind("HTTP", "down")
+            raise kinds[-1]("HTTP", "down")
 
         monkeypatch.setattr(one, "_once", fail)
         # Silent for as long as a call is repeated: one more try, until it answers, be it a refusal.
         for kind, calls in ((client._Passing, 8), (client._Passing, 1), (client.EndpointError, 1)) * 2:
+            kinds.append(kind)
             before = len(asked)
             with pytest.raises(client.EndpointError, match="down"):
                 await one.ask({})

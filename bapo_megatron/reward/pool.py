@@ -114,7 +114,7 @@ class RewardPool:
             return _result(config.failed, await self._workers.call(kind, question))
         except CallFailed as error:
             times = f"{CLOCK_FACTOR} times " if tests else ""
-            late = f"twice more than {times}reward.time_limit_s={config.time_limit_s}"
+            late = f"exceeded {times}reward.time_limit_s={config.time_limit_s} in both tries"
             detail = late if error.failure == "time" else error.detail
             return RewardResult(config.failed, error.failure, detail, error.traceback, error.place)
 

@@ -68,7 +68,7 @@ async def test_a_failure_loses_one_response_and_is_reported() -> None:
     kinds |= dict.fromkeys(("nan", "inf", "none", "text", "digits", "unnamed"), "not finite")
     details = {"raise": "IndexError('list index out of range')", "die": "exit code 0", "text": "'much'"}
     details |= {"crash": "signal SIGSEGV", "digits": "'1.0'"}
-    details["wait 1000"] = "twice more than reward.time_limit_s=2.0"
+    details["wait 1000"] = "exceeded reward.time_limit_s=2.0 in both tries"
     responses = [line for word in kinds for line in (word, "0.5")]
 
     limits = {"workers": 2, "time_limit_s": 2.0, "memory_limit_mb": 512, "failed": -3.0}

@@ -18,7 +18,7 @@ from pathlib import Path
 from bapo_megatron.checkpoint.run_directory import only_writer
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.scoring import ScoredResponse
-from bapo_megatron.runtime.files import sha256_of, write_atomically
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import JsonlLog, Row, whole_lines
 from bapo_megatron.runtime.storage import writing
 
@@ -103,9 +103,8 @@ def all_responses(path: Path) -> Iterator[tuple[ScoredResponse, str]]:
 
 
 def write_summary(folder: Path, settings: Row, metrics: Row) -> None:
-    """Write the summary of a complete suite atomically: settings, responses' SHA-256, metrics."""
-    content = {**settings, "responses_sha256": sha256_of(folder / RESPONSES), "metrics": metrics}
-    write_atomically(folder / SUMMARY, json.dumps(content, indent=2) + "\n")
+    """Write the summary of a complete suite atomically: settings and metrics."""
+    write_atomically(folder / SUMMARY, json.dumps({**settings, "metrics": metrics}, indent=2) + "\n")
 
 
 def read_summary(folder: Path) -> Row:

@@ -124,16 +124,17 @@ def last_boxed(response: str) -> str | None:
     return None if last is None else response[last[0] : last[1]].strip()
 
 
-def after_thinking(response: str) -> str:
-    """Return the text after the last ``</think>``, up to any later ``<think>``; all of it without tags."""
+def after_thinking(response: str, opens_thinking: bool = False) -> str:
+    """Return the text after the last ``</think>``, up to any later ``<think>``; all of it without tags.
+    ``opens_thinking``: the prompt ends with ``<think>``, so the response starts inside the thinking part."""
+    response = THINKING + response if opens_thinking else response
     behind = response[response.rfind(THOUGHT) + len(THOUGHT) :] if THOUGHT in response else response
     return behind.partition(THINKING)[0]
 
 
 def final_answer(response: str, opens_thinking: bool = False) -> str | None:
-    """Return the last box after the thinking part, or None. ``opens_thinking``: the prompt ends with
-    ``<think>``, so the response starts inside the thinking part."""
-    return last_boxed(after_thinking(THINKING + response if opens_thinking else response))
+    """Return the last box ``after_thinking``, or None."""
+    return last_boxed(after_thinking(response, opens_thinking))
 
 
 def spelled(answer: str) -> str:

@@ -25,7 +25,7 @@ from bapo_megatron.config import RewardConfig
 from bapo_megatron.data.chat_template import INVISIBLE, chat_template_of, plain_for_any_model
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.reward.answer_text import THINKING, after_thinking
+from bapo_megatron.reward.answer_text import after_thinking
 from bapo_megatron.reward.endpoint_client import EndpointError, JsonClient, key_of, redacted, with_path
 from bapo_megatron.reward.endpoint_settings import (
     FIELD,
@@ -75,8 +75,7 @@ def question_of(prompt: Prompt, response: str, thinking: bool) -> Question:
     """Return the question for a prompt and a response. ``thinking``: keep the thinking parts of its turns."""
     turns = prompt.turns
     if not thinking:
-        opened = THINKING if prompt.opens_thinking else ""  # by the chat template
-        response = after_thinking(opened + response).strip()
+        response = after_thinking(response, prompt.opens_thinking).strip()
         turns = [
             _said(after_thinking(message["content"]).strip()) if message["role"] == "assistant" else message
             for message in turns

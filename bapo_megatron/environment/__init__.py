@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 Resume = Literal["replay", "restore", "never"]
+Role = Literal["tool", "user"]
 """How a new object replaces a lost one; see ``Environment.resume``."""
 
 
@@ -115,7 +116,7 @@ class Environment:
     it is lost with its worker or the run, a new object gets to its state from the episode's turns, which the
     run's journal keeps, in the way that ``resume`` says."""
 
-    role: ClassVar[Literal["tool", "user"]] = "tool"
+    role: ClassVar[Role] = "tool"
     stops: ClassVar[tuple[str, ...]] = ()
     """Single-token texts that end a turn, besides the model's stop tokens."""
     tools: ClassVar[tuple[Mapping[str, Any], ...]] = ()

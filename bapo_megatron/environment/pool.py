@@ -27,11 +27,11 @@ from typing import Any, Literal
 
 from bapo_megatron.algo.settings import check_settings, settings_of
 from bapo_megatron.config.sources import EnvironmentConfig
-from bapo_megatron.environment import SampledTurn, Task, Turn, own_interpreter
+from bapo_megatron.environment import Resume, Role, SampledTurn, Task, Turn, own_interpreter
 from bapo_megatron.environment import settings as own_settings
 from bapo_megatron.environment.worker import THREADS
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, with_import_path
+from bapo_megatron.runtime.child_process import AnsweringChild, ChildError
 from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
 from bapo_megatron.workers.process import START_LIMIT_S, WorkerProgram
 
@@ -88,9 +88,9 @@ class Traits:
     """Class attributes of the user's ``Environment`` subclass (role, stops, resume, tools, ...), and whether
     ``step`` is async. From ``read_traits``, since the run's own process never imports the class."""
 
-    role: Literal["tool", "user"]
+    role: Role
     stops: tuple[str, ...]
-    resume: Literal["replay", "restore", "never"]
+    resume: Resume
     own_random: bool
     is_async: bool
     tools: tuple[dict[str, Any], ...] = ()
@@ -239,9 +239,8 @@ def read_traits(config: EnvironmentConfig, limit_s: float = START_LIMIT_S) -> Tr
     """Return the class traits from a worker that is started, imports the class within ``limit_s``, and is
     closed; check the settings. Blocks. Raises ConfigError for an invalid class, settings or interpreter."""
     program = worker_program(config)
-    environment = with_import_path(os.environ) if program.environment is None else program.environment
     try:
-        child = AnsweringChild(program.command, environment)
+        child = AnsweringChild(program.command, program.environment)
     except OSError as error:
         raise ConfigError(f"environment.python={config.python} is not a program: {error}") from error
     try:

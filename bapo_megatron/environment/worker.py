@@ -37,7 +37,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from bapo_megatron.environment import Context, Environment, Reply, Resume, SampledTurn, Task, Turn
+from bapo_megatron.environment import Context, Environment, Reply, Resume, Role, SampledTurn, Task, Turn
 from bapo_megatron.environment.settings import settings_type
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.dotted_path import load_dotted_path
@@ -326,7 +326,7 @@ def problems(kind: type[Environment], settings: Mapping[str, Any]) -> Iterator[s
     """Yield the errors of a class: no ``step``, invalid attributes, an unsuitable constructor."""
     if kind.step is Environment.step:
         yield "it has no step(self, turn) of its own: define one that returns a Reply"
-    if kind.role not in ("tool", "user"):
+    if kind.role not in get_args(Role):
         yield f"role={kind.role!r} is unknown: set it to 'tool' or 'user'"
     if not (isinstance(kind.stops, tuple) and all(isinstance(stop, str) and stop for stop in kind.stops)):
         yield f"stops={kind.stops!r} must be a tuple of texts, such as ('</call>',)"

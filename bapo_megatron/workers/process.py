@@ -15,7 +15,7 @@ import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bapo_megatron.errors import ConfigError
@@ -45,8 +45,8 @@ class WorkerProgram:
     """Command without its last argument, the lifeline's descriptor."""
     settings: Any
     """JSON value that the program's ``prepare`` takes."""
-    environment: Mapping[str, str] | None = None
-    """None: this process's environment and import path."""
+    environment: Mapping[str, str] = field(default_factory=lambda: with_import_path(os.environ))
+    """By default this process's environment and import path."""
 
 
 class WorkerProcess:
@@ -222,11 +222,10 @@ def _message(line: bytes) -> dict[str, Any] | None:
 
 def _make(program: WorkerProgram) -> tuple[ChildProcess, Scratch]:
     scratch = Scratch()
-    environment = with_import_path(os.environ) if program.environment is None else program.environment
     try:
         child = ChildProcess(
             program.command,
-            {**environment, "TMPDIR": scratch.path},
+            {**program.environment, "TMPDIR": scratch.path},
             False,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

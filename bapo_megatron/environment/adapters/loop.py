@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from bapo_megatron.environment import Environment, Reply, SampledTurn, Task
 
@@ -37,7 +37,7 @@ class LoopEnvironment(Environment):
     """Base class of environments in the form of a coroutine: define ``play``. ``step`` converts its questions
     into observations, and the model's turns into answers; the end of ``play`` ends the episode."""
 
-    role: ClassVar[Literal["tool", "user"]] = "user"
+    role = "user"
 
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
         super().__init__(task, settings)

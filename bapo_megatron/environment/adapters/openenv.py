@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from openenv.core import GenericEnvClient
 from websockets.exceptions import ConnectionClosed
@@ -25,7 +25,7 @@ from bapo_megatron.environment.tools.calls import answer_part
 class OpenEnv(Environment):
     """Episode on an OpenEnv server. ``step`` is async, so one worker holds thousands of episodes."""
 
-    role: ClassVar[Literal["tool", "user"]] = "user"
+    role = "user"
     settings_type = OpenEnvSettings
 
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:

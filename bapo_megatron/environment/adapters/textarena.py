@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import textarena
 
@@ -23,7 +23,7 @@ from bapo_megatron.environment.tools.calls import answer_part
 class TextArena(Environment):
     """Episode of one game, from the seed in ``extra_info``. Raises ValueError for another game's prompt."""
 
-    role: ClassVar[Literal["tool", "user"]] = "user"
+    role = "user"
     settings_type = TextArenaSettings
     own_random = True  # games draw from the global generator, even between moves
 

@@ -112,11 +112,6 @@ class GroupSampler:
         self._admission.trainer_has(first_step - 1)
         self._loop.start()
 
-    @property
-    def needs_weights(self) -> bool:
-        """Whether no engine works and the trainer must push the weights again."""
-        return self._pool.needs_weights
-
     async def next_batch(self, step: int, wait_s: float) -> Path | None:
         """Return the file of ``step``, after writing it if necessary; None if too few groups are finished
         within ``wait_s`` seconds. The step of a damaged file is sampled again. Raises EnginesGone if no

@@ -146,7 +146,7 @@ class Service:
         return self._path_or_need(path)
 
     def _path_or_need(self, path: Path | None) -> Path | Need | None:
-        return Need.WEIGHTS if path is None and self._sampler.needs_weights else path
+        return Need.WEIGHTS if path is None and self._pool.needs_weights else path
 
     async def _load_weights(self, folder: Path, version: int, step: int) -> None:
         # Before the load, so that no training round begins during it (`is_held` in `_open`).

@@ -255,7 +255,6 @@ async def test_the_trainer_is_asked_for_weights_when_no_engine_has_them(tmp_path
         both[1].restart()
         pool.quarantine(pool._slots[1], "its server has ended")
         await until(lambda: pool.needs_weights)
-        assert world.sampler.needs_weights
         assert [engine.folders for engine in both] == [[Path("v0")]] * 2
         await world.in_folder(1)
         assert not pool.needs_weights
@@ -276,7 +275,6 @@ async def test_weights_are_asked_for_though_another_engine_is_dead(tmp_path: Pat
         await until(lambda: "other: has weight version 0, and 1 is in no folder" in world.refusals())
         assert not pool.needs_weights, "the dead one may still come back"
         await until(lambda: pool.needs_weights)
-        assert world.sampler.needs_weights
 
 
 async def taken_over(world: HandleWorld, after_death: Sequence[SleepingEngine]) -> list[str]:

@@ -52,7 +52,7 @@ _APART: dict[str, Any] = {name: None for name, column in RESPONSE_COLUMNS.items(
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """Return the path of a step's file."""
+    """Return the path of a step file."""
     return directory / f"{step_name(step)}.npz"
 
 

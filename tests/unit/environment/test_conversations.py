@@ -155,18 +155,13 @@ THOUGHT = "<think>\nHm.\n</think>\n\n5"
 
 
 @pytest.mark.parametrize("text", ["5", THOUGHT, " 5 ", "<|im_end|>", "a", ""])
-def test_a_turn_stands_as_it_was_sampled(text: str) -> None:
-    """Its ids are others than those of its text: 7 7 7."""
-    found = rule().ids(MESSAGES, {1: repeated(text, 7, 7, 7)}, 1)
-    assert found.tolist() == [*HEAD, 7, 7, 7, CLOSE, *TAIL]
-    assert rule().ids(MESSAGES, {1: repeated(text, 7)}, 1, behind=1).tolist() == TAIL
-
-
-@pytest.mark.parametrize("opened", ["<think>\n", "<think>"])
-def test_a_turn_begins_within_the_thought_that_the_template_opened(opened: str) -> None:
-    turns = {1: repeated("Hm.</think>5", 7)._replace(is_opened=True)}
-    found = rule(opened=opened).ids(MESSAGES, turns, 1).tolist()
-    assert found == [*HEAD, *ids_of(opened), 7, CLOSE, *TAIL, *ids_of(opened)]
+@pytest.mark.parametrize("opened", ["", "<think>\n", "<think>"])
+def test_a_turn_stands_as_it_was_sampled(text: str, opened: str) -> None:
+    """Its ids are others than those of its text: 7 7 7. The template may have opened a thought before it."""
+    turns, tail = {1: repeated(text, 7, 7, 7)._replace(is_opened=bool(opened))}, [*TAIL, *ids_of(opened)]
+    found = rule(opened=opened).ids(MESSAGES, turns, 1)
+    assert found.tolist() == [*HEAD, *ids_of(opened), 7, 7, 7, CLOSE, *tail]
+    assert rule(opened=opened).ids(MESSAGES, turns, 1, behind=1).tolist() == tail
 
 
 def test_what_a_template_writes_otherwise_is_text() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from bapo_megatron.checkpoint.run_directory import known_suites
 from bapo_megatron.config import (
@@ -250,7 +251,7 @@ def test_a_checkpoint_of_megatron_becomes_the_same_model(tmp_path: Path) -> None
     model = hf_model(location, None, tmp_path / "out")
     assert model.folder == tmp_path / "out/model"
     weights = "model.safetensors"
-    tensors = {name: load(name / weights) for name in (MODEL, model.folder)}
+    tensors = {name: load_file(name / weights) for name in (MODEL, model.folder)}
     assert tensors[MODEL].keys() == tensors[model.folder].keys()
     assert all((tensors[MODEL][k] == tensors[model.folder][k]).all() for k in tensors[MODEL])
     stamp = (model.folder / weights).stat().st_mtime_ns
@@ -268,13 +269,6 @@ def test_the_directory_of_a_run_is_no_output(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="is the directory of a run"):
         evaluate(options)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted((name, "s"))
-
-
-def load(path: Path) -> dict[str, Any]:
-    from safetensors.numpy import load_file
-
-    found: dict[str, Any] = load_file(path)
-    return found
 
 
 def test_the_digest_of_a_model_is_of_what_it_says(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.command import compare, comparison_text, results_text
 from bapo_megatron.evaluation.responses import RESPONSES, SUMMARY, open_folder, read_responses, write_summary
 from bapo_megatron.evaluation.scoring import score, vote_for
-from bapo_megatron.reward.answer_text import final_answer
 from tests.unit.evaluation.test_evaluation import judged, row, settings
 
 
@@ -77,20 +76,9 @@ def test_missing_and_repeated_samples() -> None:
             score(responses)
 
 
-@pytest.mark.parametrize(
-    ("text", "vote", "within_thoughts"),
-    [
-        ("\\boxed{1} then \\boxed{ 007 }", "7", None),
-        ("so $\\boxed{\\dfrac{1}{2}}$", vote_for("\\frac{1}{2}"), None),
-        ("\\boxed{ }", None, None),
-        ("seven", None, None),
-        # As for the reward: a response that is cut off in its thoughts has no answer.
-        ("perhaps \\boxed{7}, or", "7", None),
-        ("\\boxed{8}?</think> \\boxed{7}", "7", "7"),
-    ],
-)
-def test_what_a_response_votes_for(text: str, vote: str | None, within_thoughts: str | None) -> None:
-    assert [vote_for(final_answer(text, opened)) for opened in (False, True)] == [vote, within_thoughts]
+def test_what_an_answer_votes_for() -> None:
+    assert [vote_for(answer) for answer in (" 007 ", " ", None)] == ["7", None, None]
+    assert vote_for("\\dfrac{1}{2}") == vote_for("\\frac{1}{2}")
 
 
 def finished(folder: Path, correct: list[list[bool]], **more: Any) -> Path:

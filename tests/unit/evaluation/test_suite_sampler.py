@@ -14,7 +14,6 @@ import pytest
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.evaluation import run as evaluation_run
 from bapo_megatron.evaluation.run import SuiteSampler
-from bapo_megatron.evaluation.scoring import vote_for
 from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
@@ -30,7 +29,7 @@ class Equal:
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
         if prompt.ground_truth == "broken":
             return RewardResult(0.0, "time")
-        score = float(vote_for(final_answer(response)) == prompt.ground_truth)
+        score = float(final_answer(response) == prompt.ground_truth)
         return RewardResult(score, score=score)
 
 

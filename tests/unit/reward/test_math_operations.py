@@ -275,6 +275,7 @@ def test_the_operations_that_a_text_names(answer: str, kinds: set[str]) -> None:
 )
 def test_a_box_counts_behind_the_thinking_part(response: str, answer: str | None) -> None:
     assert final_answer(response) == answer
+    assert final_answer(response.removeprefix("<think>"), response.startswith("<think>")) == answer
 
 
 def test_a_run_of_an_earlier_version_resumes_with_todays_math_reward() -> None:

@@ -142,7 +142,7 @@ def suite(tmp_path: Path) -> Path:
 
 
 def evaluation(folder: Path, suite: Path, texts: dict[tuple[int, int], str], right: str) -> Path:
-    """A finished evaluation with these responses, by problem and sample; without a ``right`` one, unjudged."""
+    """A finished evaluation with these responses, by problem and sample; unjudged without a ``right`` one."""
     digest = hashlib.sha256(suite.read_bytes()).hexdigest()
     about: dict[str, Any] = {
         "format": FORMAT,

@@ -34,7 +34,7 @@ AT_A_TIME = 8
 
 async def rows(command: Sequence[str], problems: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of problems, with the fields of ``data.path``. Raises ConfigError if the program sends
-    no request, RowError for a problem without messages, Refused for a request that is not text."""
+    no request or one that is not text, RowError for a problem without messages."""
     places = asyncio.Semaphore(AT_A_TIME)
 
     async def row(problem: dict[str, Any]) -> dict[str, Any]:
@@ -63,8 +63,12 @@ async def _row(command: Sequence[str], problem: dict[str, Any]) -> dict[str, Any
     if not asked:
         raise ConfigError(f"{command} ended with {end.code}, and has asked nothing: {end.errors[-500:]}")
     first, more = asked[0], {**more, PROBLEM: messages}
+    try:
+        prompt = read_messages(first.messages)
+    except Refused as refused:
+        raise ConfigError(f"{command} asks first what cannot be a prompt: {refused}; send text") from None
     tools = {PROMPT_TOOLS: first.tools} if first.tools else {}
-    return {**problem, "prompt": read_messages(first.messages), "extra_info": {**more, **tools}}
+    return {**problem, "prompt": prompt, "extra_info": {**more, **tools}}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -79,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if settings.output.exists():
             raise ConfigError(f"output {settings.output} exists: name another file, or delete it")
         result = asyncio.run(rows(settings.command, read_rows(settings.problems)))
-    except (ConfigError, RowError, OSError, Refused) as error:
+    except (ConfigError, RowError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     write_atomically(settings.output, "".join(json.dumps(row) + "\n" for row in result))

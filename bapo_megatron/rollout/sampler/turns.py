@@ -176,18 +176,15 @@ class TurnTaker:
         """Release a finished episode."""
         self._stepping.steps.forget(episode)
 
-    def _text(self, prompt: Prompt, ids_R: np.ndarray, start: int, end: int) -> str:
-        text = self._dataset.turn_text(ids_R[start:end], self._stepping.stop_token_ids)
-        return with_opened_thought(self._dataset.tokenizer, prompt, ids_R, start, text)
-
     def _sampled(self, prompt: Prompt, response: Response, start: int, end: int) -> str:
         """Return a model turn's text, with its tokens if the environment wants them."""
-        so_far = response.so_far
-        text = self._text(prompt, so_far.token_ids_R, start, end)
+        so_far, tokenizer = response.so_far, self._dataset.tokenizer
+        text = self._dataset.turn_text(so_far.token_ids_R[start:end], self._stepping.stop_token_ids)
+        text = with_opened_thought(tokenizer, prompt, so_far.token_ids_R, start, text)
         if not self._stepping.wants_tokens:
             return text
         ids = so_far.token_ids_R[start:end].tolist()
-        texts = self._dataset.tokenizer.batch_decode([[token] for token in ids])
+        texts = tokenizer.batch_decode([[token] for token in ids])
         tokens = zip(ids, texts, so_far.log_probs_R[start:end].tolist(), strict=True)
         branch = response.tree.to([*response.tree.ends].index(end))
         before = branch.tokens - len(ids) + (len(prompt.token_ids_P) if branch.has_prompt else 0)

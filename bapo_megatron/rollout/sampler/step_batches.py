@@ -69,6 +69,7 @@ def write_step(directory: Path, step: int, batch: StepBatch, numbers: Sequence[i
 
 
 def routes_path(directory: Path, step: int) -> Path:
+    """Return the path of a step's route file."""
     return directory / f"{step_name(step)}{_ROUTES}"
 
 

@@ -40,12 +40,13 @@ def plan_command(arguments: Sequence[str]) -> int:
     check_names(command.run, own_code=True)
     plan = make_plan(job)
     advice = smallest_changes(plan) if plan.verdict.memory else []
+    others = fastest_layouts(plan, command.options.compare)
     if command.options.as_json:
-        found = json.dumps({**plan_dict(plan), "advice": [vars(change) for change in advice]})
+        found = json.dumps(plan_dict(plan, advice, others))
         # An engine that cannot sample takes infinitely long, which JSON has no number for.
         print(json.dumps(json.loads(found, parse_constant=lambda _name: None), indent=2))
     else:
-        print(plan_text(plan, advice, fastest_layouts(plan, command.options.compare)), end="")
+        print(plan_text(plan, advice, others), end="")
     return 0 if plan.verdict.fits else 1
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import GB, Job
 
 STATE_SLOTS = "--max-mamba-cache-size"
@@ -57,7 +58,7 @@ def state_cache(job: Job, room: float) -> StateCache | None:
     has_no_prefixes = _NO_RADIX_CACHE in sglang.flags or sglang.on_update == "in_place"
     of_request = 1 if has_no_prefixes else _SLOTS_OF_REQUEST
     of_share = int(room * _SHARE / (1 + _SHARE) / of_gpu) - 1
-    slots = max(0, _given_slots(sglang.flags) or of_share)
+    slots = _given_slots(sglang.flags) or max(0, of_share)
     return StateCache(size, slots, of_request, min(room, (slots + 1) * of_gpu))
 
 
@@ -78,9 +79,12 @@ def state_lines(job: Job, states: StateCache | None, engines: int) -> Iterator[s
 
 
 def _given_slots(flags: Sequence[str]) -> int | None:
-    """The value of ``STATE_SLOTS``, from the next item or after an equals sign; None without that flag."""
-    for flag, after in pairwise((*flags, "")):
-        name, _, value = flag.partition("=")
-        if name == STATE_SLOTS:
-            return int(value or after)
-    return None
+    """Return the last value of ``STATE_SLOTS``, from the next item or after an equals sign; None without that
+    flag. Raises ConfigError if it is no number."""
+    words = [(*flag.partition("="), after) for flag, after in pairwise((*flags, ""))]
+    given = [value or after for name, _, value, after in words if name == STATE_SLOTS]
+    if given and not given[-1].isdecimal():
+        raise ConfigError(
+            f"rollout.sglang.flags: {STATE_SLOTS} {given[-1]!r} is no number of slots: give one"
+        )
+    return int(given[-1]) if given else None

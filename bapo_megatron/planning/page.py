@@ -63,7 +63,7 @@ def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]
     return "\n\n".join(filter(None, ("\n".join(section) for section in sections))) + "\n"
 
 
-def plan_dict(plan: JobPlan) -> dict[str, Any]:
+def plan_dict(plan: JobPlan, advice: Sequence[Change] = (), others: Sequence[JobPlan] = ()) -> dict[str, Any]:
     """Return the plan's JSON object, in bytes, FLOPs and seconds."""
     return {
         "recipe": plan.job.run.name,
@@ -82,10 +82,8 @@ def plan_dict(plan: JobPlan) -> dict[str, Any]:
             for stage in plan.stages
         ],
         "host": plan.host,
-        "shorter_packs": [
-            {"flags": changed_flags(plan, shorter), "gpus": shorter.job.gpus, "peak": shorter.peak}
-            for shorter in shorter_packs(plan)
-        ],
+        "shorter_packs": [_changed(plan, shorter) for shorter in shorter_packs(plan)],
+        "fastest_layouts": [_changed(plan, other) | {"speed": vars(other.speed)} for other in others],
         "speed": vars(plan.speed),
         "traffic": [vars(part) for part in (*plan.traffic, plan.sync)],
         "engines": {
@@ -106,7 +104,12 @@ def plan_dict(plan: JobPlan) -> dict[str, Any]:
         "server_nodes": plan.server_nodes,
         "fits": plan.verdict.fits,
         "misfits": plan.verdict.problems,
+        "advice": [vars(change) for change in advice],
     }
+
+
+def _changed(plan: JobPlan, other: JobPlan) -> dict[str, Any]:
+    return {"flags": changed_flags(plan, other), "gpus": other.job.gpus, "peak": other.peak}
 
 
 def layout_name(job: Job) -> str:

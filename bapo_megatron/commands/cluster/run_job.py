@@ -89,6 +89,8 @@ def _read_state_file(run: Path) -> JobState | None:
     except FileNotFoundError:
         return None
     values = defaultdict[str, str](str, (line.partition("=")[::2] for line in lines))
+    if not values["job"].isdecimal():  # not written by a job's script
+        return None
     return JobState(
         job=values["job"],
         restart=int(values["restart"] or 0),
@@ -205,14 +207,20 @@ def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> dict[Path, in
         )
     ends = {}
     for path in logs:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-            ends[path] = file.tell()
+        text, ends[path] = _read_log(path, -_TAIL_BYTES)
         out.write(f"==> {path.relative_to(run)} <==\n")
-        out.write("".join(f"{printable(line)}\n" for line in lines[-_LINES:]))
+        out.write("".join(f"{printable(line)}\n" for line in text.splitlines()[-_LINES:]))
     return ends
+
+
+def _read_log(path: Path, begin: int) -> tuple[str, int]:
+    """Return a log's text from byte ``begin``, counted from its end if negative, and where it ends: from its
+    start if it is shorter, nothing if it has been deleted since it was listed."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, begin + size * (begin < 0)) if begin <= size else 0)
+        return file.read().decode(errors="replace"), file.tell()  # not the size: the log may have grown
+    return "", 0
 
 
 def follow_logs(
@@ -227,11 +235,7 @@ def follow_logs(
         if time.monotonic() - listed >= _LIST_S:
             logs, listed = newest_logs(run, every_rank), time.monotonic()
         for path in logs:
-            with path.open("rb") as file:
-                size, before = file.seek(0, os.SEEK_END), seen.get(path, 0)
-                file.seek(before if size >= before else 0)
-                text = file.read().decode(errors="replace")
-                seen[path] = file.tell()  # not the size: the log may have grown meanwhile
+            text, seen[path] = _read_log(path, seen.get(path, 0))
             if not text:
                 continue
             if path != last:

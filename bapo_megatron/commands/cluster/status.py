@@ -106,15 +106,15 @@ def read_status(run: Path, now: float | None = None) -> Status:
         )
     files_now = _files_now(run) if now is None else now
     now = time.time() if now is None else now
-    job = read_job_state(run)
-    if job is not None and job.status != "running" and lock_holder(run) is not None:
+    job, pid = read_job_state(run), lock_holder(run)
+    if job is not None and job.status != "running" and pid is not None:
         job = None  # the run goes on by hand
     metrics = next(rows_from_end(paths.metrics), {})
     config = read_config(run) or {}
     saved = newest_checkpoint(run)
     trouble = next((row for row in rows_from_end(paths.events) if is_trouble(row)), None)
     running = job is not None and job.status == "running" and job.end > 0
-    state = _state(run, job)
+    state = _state(run, job, pid)
     waits = state.startswith("PENDING")  # a requeued job has lost its nodes and servers
     runs = not waits and state.split(" ")[0] in (*LIVE_STATES, "COMPLETING", "running")
     return Status(
@@ -166,8 +166,7 @@ def newest_checkpoint(run: Path) -> tuple[int, float] | None:
     return step, time_s
 
 
-def _state(run: Path, job: JobState | None) -> str:
-    pid = lock_holder(run)
+def _state(run: Path, job: JobState | None, pid: int | None) -> str:
     if job is None:
         return f"running here, process {pid}" if pid else _ended(run)
     queued = queue_state(job.job)

@@ -82,13 +82,17 @@ def test_following_shows_what_is_new_and_the_next_start(run: Path, monkeypatch: 
 
 
 def test_following_shows_each_line_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that are written while it looks."""
+    """Also those that are written while it looks; a log that has been deleted since it was listed has none."""
     log, real, lines = run / "logs/41/0/job.log", Path.open, iter("abcdef")
     log.parent.mkdir(parents=True)
+    gone = log.with_name("job_gone.log")
     log.touch()
+    gone.touch()
 
     def grows(path: Path, *rest: Any, **more: Any) -> Any:
-        if path == log:
+        if path == gone:
+            gone.unlink(missing_ok=True)
+        elif path == log:
             with real(path, "a") as file:
                 file.write(f"{next(lines)}\n")
         return real(path, *rest, **more)
@@ -193,7 +197,8 @@ def test_a_submitted_job_is_the_runs_once_the_one_before_is_over(
     queue(monkeypatch, before)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/submitted.job").write_text("57\n")
-    for state, wanted in ((f"job=41\nstatus={job_status}\n", job), ("job=57\nstatus=done\n", "57")):
+    begun = f"job=41\nstatus={job_status}\n"
+    for state, wanted in ((begun, job), ("status=running\n", "57"), ("job=57\nstatus=done\n", "57")):
         (tmp_path / "slurm.state").write_text(state)
         found = read_job_state(tmp_path)
         assert found is not None

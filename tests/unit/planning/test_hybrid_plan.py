@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config import ParallelConfig, RolloutConfig, SglangConfig
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, attention_flops, linear_flops_per_token, read_model_shape
 from bapo_megatron.layers import Block
 from bapo_megatron.layers.attention import Attention, GatedAttention
@@ -154,7 +155,7 @@ def served(memory: float = 0.0, **sglang: object) -> Job:
     ("flags", "slots", "requests"),
     [
         ((), 17, 3),  # 19 times the memory of 2 x a state: 0.9 of 1.9 are 18, less SGLang's own
-        (("--max-mamba-cache-size", "20"), 20, 4),
+        (("--max-mamba-cache-size=4", "--max-mamba-cache-size", "20"), 20, 4),  # argparse takes the last
         (("--max-mamba-cache-size=4", "--disable-radix-cache"), 4, 4),
     ],
 )
@@ -184,6 +185,8 @@ def test_servers_that_continue_in_place_keep_no_states_of_prefixes() -> None:
 def test_an_engine_without_room_for_the_states_of_a_request_does_not_fit() -> None:
     one = served(38 * STATE + 1, flags=("--max-mamba-cache-size=4",))
     assert "4 slots for states are fewer than the 5 of one request" in make_plan(one).verdict.others[0]
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.flags: --max-mamba-cache-size ''"):
+        make_plan(served(flags=("--max-mamba-cache-size",)))
 
 
 def test_the_embedded_engine_has_a_state_for_each_request() -> None:

@@ -128,9 +128,10 @@ def test_a_shape_is_found_or_asked_for(tmp_path: Path) -> None:
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bapo(["plan", str(RECIPE), "--json"]) == 0
+    assert bapo(["plan", str(RECIPE), "--json", "--compare", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"]
+    assert [other["gpus"] for other in found["fastest_layouts"]] == [64, 64]
     assert found["stages"][0]["parameters"] == stage_parameters(BIG, planned().parallel, 0).total
     assert bapo(["plan", str(RECIPE), "--parallel.tensor", "4", "--parallel.context", "4"]) == 1
     text = capsys.readouterr().out

@@ -50,6 +50,10 @@ _UNKILLABLE_S = 5.0
 """Wait limit for a killed child, seconds; one in an uninterruptible call (a hung disk) is left behind."""
 
 
+NO_END = "no end within"
+"""Beginning of the failure of a command that was killed at its deadline."""
+
+
 class ChildError(Exception):
     """Base of ``AnsweringChild.ask`` errors: the child gave no valid answer and must be closed."""
 
@@ -278,7 +282,7 @@ def run_command(
         finally:
             child.close()
         if code is None:
-            ended = f"no end within {deadline_s:g} s"
+            ended = f"{NO_END} {deadline_s:g} s"
         else:
             ended = exit_text(code).replace("signal", "ended by") if code else ""
         return CommandResult(_text(output), _text(errors), ended, code)
@@ -390,7 +394,7 @@ class UserCommand:
 
     def failure(self, code: int | None, limit: str) -> str:
         """Return a failure in one line: the exit (``code`` None: no end in ``limit``) and the last output."""
-        ended = f"no end within {limit}" if code is None else exit_text(code)
+        ended = f"{NO_END} {limit}" if code is None else exit_text(code)
         last = _last_line(self._log)
         return f"{ended}: {last}"[:_MOST_REASON] if last else ended
 

@@ -36,7 +36,7 @@ from bapo_megatron.config.validation import new_run_problems, raise_problems
 from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.problem_sets import load_problems, missing_files, suite_path
 from bapo_megatron.data.prompts import Tools
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import MISSING_BOARD, ConfigError
 from bapo_megatron.hf.config import ModelShape, carried_files, read_model_shape
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer, read_vocabulary
@@ -323,7 +323,7 @@ def _problems(logging: LoggingConfig) -> Iterator[str]:
         if not _is_installed(name):
             package = "mlflow-skinny" if name == "mlflow" else name
             yield (
-                f"logging.trackers has {name}, but {package} is not installed: "
+                f"{MISSING_BOARD.format(name=name, package=package)}: "
                 f"`pip install {_INSTALLS[name]}`, or take {name} out"
             )
 

@@ -17,7 +17,7 @@ from bapo_megatron.commands.doctor.recipe import RecipeFacts, check_recipe
 from bapo_megatron.commands.doctor.rows import DoctorRow, as_json, excused, lines, one_line, summary_line
 from bapo_megatron.commands.doctor.servers import server_rows
 from bapo_megatron.commands.doctor.sglang import sglang_rows
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import MISSING_BOARD, ConfigError
 
 USAGE = """\
 usage: bapo doctor [RECIPE] [flags of the recipe] [--json]
@@ -82,8 +82,8 @@ def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
 
 def _is_told_by(package: DoctorRow, row: DoctorRow) -> bool:
     """Whether a recipe row repeats ``package``'s row: the missing package of a tracking board."""
-    missing = package.state == "problem" and row.found.startswith("logging.trackers has ")
-    return missing and f", but {package.name} is not installed" in row.found
+    said = MISSING_BOARD.format(name=package.name.removesuffix("-skinny"), package=package.name)
+    return package.state == "problem" and row.found.startswith(said)
 
 
 def guarded(section: str, rows: Callable[[], Iterator[DoctorRow]]) -> Iterator[DoctorRow]:

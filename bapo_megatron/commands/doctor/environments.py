@@ -17,7 +17,7 @@ import re
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -71,26 +71,25 @@ def try_environments(config: RunConfig, passed: Sequence[object]) -> Iterator[Do
     that of an evaluation suite, if only suites use it. ``passed``: what the recipe's checks returned,
     including the datasets; an environment whose rows are missing is not tried."""
     rows = _first_rows(config, passed)
-    environments = {
-        name: environment
-        for name, environment in config.environments.items()
-        if environment.function is not None
-    }
-    tried = [
-        _tried(config, name, environment, rows[name])
-        for name, environment in environments.items()
-        if name in rows
-    ]
-    yield from (asyncio.run(_try(environment)) for environment in tried)
+    for name, environment in config.environments.items():
+        if environment.function is not None and name in rows:
+            yield asyncio.run(_try(_tried(config, name, environment, rows[name])))
 
 
-def _first_rows(config: RunConfig, passed: Sequence[object]) -> Mapping[str, Prompt]:
-    from bapo_megatron.data.problem_sets import Suite
+def first_prompts(passed: Sequence[object]) -> dict[str, Prompt]:
+    """Return the first prompt of each source of the dataset among the results of the recipe's checks."""
     from bapo_megatron.data.prompts import PromptSet
 
     first: dict[str, Prompt] = {}
-    for prompts in (result.prompts for result in passed if isinstance(result, PromptSet)):
-        first |= {prompt.source: prompt for prompt in reversed(prompts)}
+    for prompt in (one for result in passed if isinstance(result, PromptSet) for one in result.prompts):
+        first.setdefault(prompt.source, prompt)
+    return first
+
+
+def _first_rows(config: RunConfig, passed: Sequence[object]) -> dict[str, Prompt]:
+    from bapo_megatron.data.problem_sets import Suite
+
+    first = first_prompts(passed)
     suites = [suite for result in passed if isinstance(result, tuple) for suite in result]
     for suite in suites:
         if isinstance(suite, Suite):

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.commands.doctor.environments import try_environments
+from bapo_megatron.commands.doctor.environments import first_prompts, try_environments
 from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.runtime.child_process import ChildError, run_module
@@ -144,7 +144,8 @@ def main(arguments: Sequence[str]) -> None:
         trials += _turn_end(config)
         tell("reward")
         # The checks have already reported the sandbox's problem.
-        trials += [row for row in _try_rewards(config, passed) if row.found not in problems]
+        rewards = (try_reward(config, prompt) for prompt in first_prompts(passed).values())
+        trials += [row for row in rewards if row.found not in problems]
         tell("environment")
         for row in try_environments(config, passed):
             trials.append(row)
@@ -174,14 +175,6 @@ def _turn_end(config: RunConfig) -> list[DoctorRow]:
         f"eos_token_id of {folder / 'generation_config.json'}"
     )
     return [DoctorRow(SECTION, "stop tokens", "optional", found, "the template's own end", fix)]
-
-
-def _try_rewards(config: RunConfig, passed: Sequence[object]) -> list[DoctorRow]:
-    from bapo_megatron.data.prompts import PromptSet
-
-    data = next((found for found in passed if isinstance(found, PromptSet)), None)
-    firsts = {prompt.source: prompt for prompt in reversed(data.prompts)} if data else {}
-    return [try_reward(config, prompt) for prompt in reversed(firsts.values())]
 
 
 def try_reward(config: RunConfig, prompt: Prompt) -> DoctorRow:
@@ -328,8 +321,8 @@ def _disk_gb(config: RunConfig) -> float | None:
     from bapo_megatron.planning.job import Job, PlanOptions
 
     try:
-        shape = read_model_shape(config.model.hf_path)
-        return Job(config, shape, PlanOptions()).disk_with_rollouts / 1e9
+        job = Job(config, read_model_shape(config.model.hf_path), PlanOptions())
+        return (job.disk + job.rollouts) / 1e9
     except ConfigError:  # it is among the problems
         return None
 

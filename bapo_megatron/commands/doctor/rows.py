@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from bapo_megatron.errors import printable
+from bapo_megatron.runtime.child_process import NO_END
 from bapo_megatron.runtime.text_table import text_table
 
 State = Literal["ok", "optional", "problem"]
@@ -53,7 +54,7 @@ def missing(required: bool) -> State:
     return "problem" if required else "optional"
 
 
-_LATE = re.compile(r"no end within ([\d.e+]+) s\b")
+_LATE = re.compile(rf"{NO_END} ([\d.e+]+) s\b")
 
 
 def excused(row: DoctorRow) -> DoctorRow:

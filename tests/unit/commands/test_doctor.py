@@ -33,7 +33,7 @@ from bapo_megatron.commands.doctor.packages import (
 from bapo_megatron.commands.doctor.recipe import RecipeFacts
 from bapo_megatron.commands.doctor.rows import DoctorRow, as_json, lines, one_line, summary_line
 from bapo_megatron.commands.doctor.sglang import sglang_gpu_row
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import MISSING_BOARD, ConfigError
 from bapo_megatron.runtime.child_process import CommandResult
 
 ROOT = Path(__file__).parents[3]
@@ -136,9 +136,10 @@ def test_a_board_that_the_recipe_names_is_required(monkeypatch: pytest.MonkeyPat
 
 def test_a_missing_board_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the row of its package, not by the recipe's, too; a problem with another name stays."""
-    said = "logging.trackers has {0}, but {0} is not installed: ..."
-    told = [DoctorRow("recipe", "r.py", "problem", said.format(name)) for name in ("wandb", "trackio")]
-    package = DoctorRow("training", "wandb", "problem", "not installed")
+    names = (("mlflow", "mlflow-skinny"), ("trackio", "trackio"))
+    said = [f"{MISSING_BOARD.format(name=name, package=package)}: ..." for name, package in names]
+    told = [DoctorRow("recipe", "r.py", "problem", text) for text in said]
+    package = DoctorRow("training", "mlflow-skinny", "problem", "not installed")
     monkeypatch.setattr(doctor, "check_recipe", lambda *_: (told, None))
     for section in ("sglang_rows", "machine_rows", "sandbox_rows", "server_rows"):
         monkeypatch.setattr(doctor, section, lambda *_: iter(()))

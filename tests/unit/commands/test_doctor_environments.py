@@ -268,8 +268,9 @@ def refuses(*_):
 recipe._load = lambda *_: None
 recipe.problems_of = lambda *_: iter(["a problem"])
 recipe.facts_of = lambda _: recipe.RecipeFacts()
-recipe._turn_end = recipe._files_left_out = lambda _: []
-recipe._try_rewards = lambda *_: [recipe.DoctorRow("recipe", "reward", "ok", "score 1")]
+recipe._turn_end = lambda _: []
+recipe.first_prompts = lambda _: {"": None}
+recipe.try_reward = lambda *_: recipe.DoctorRow("recipe", "reward", "ok", "score 1")
 recipe.try_environments = lambda *_: []
 CHANGE
 recipe.main(["r"])
@@ -288,7 +289,7 @@ def checked(change: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[DoctorRo
     [
         ("", ("reward", "ok", "score 1")),
         ("recipe.try_environments = ends", ("environment", "optional", f"{DIED} 7: no license")),
-        ("recipe._try_rewards = ends", ("reward", "optional", f"{DIED} 7: no license")),
+        ("recipe.try_reward = ends", ("reward", "optional", f"{DIED} 7: no license")),
         (
             "recipe.try_environments = lambda *_: 1 / 0",
             ("environment", "optional", f"{DIED} 1: ZeroDivisionError: division by zero"),
@@ -305,7 +306,7 @@ def test_a_trial_that_breaks_the_check_costs_no_other_row(
     found = [(row.name.replace(str(RECIPE), "recipe"), row.state, row.found) for row in rows]
     assert found[: 1 + len(refused)] == [("recipe", "problem", "a problem"), *refused]
     assert found[-1] == last
-    assert (("reward", "ok", "score 1") in found) is ("_rewards = ends" not in change)
+    assert (("reward", "ok", "score 1") in found) is ("_reward = ends" not in change)
 
 
 def test_an_environment_that_was_tried_is_told_though_the_next_ends_the_check(
@@ -317,7 +318,7 @@ def test_an_environment_that_was_tried_is_told_though_the_next_ends_the_check(
         ("optional", f"{DIED} 7: no license"),
     ]
     # A problem that the recipe and its reward have is told once; a torn line is no answer.
-    change = "recipe._try_rewards = lambda *_: [recipe.DoctorRow('recipe', 'reward', 'problem', 'a problem')]"
+    change = "recipe.try_reward = lambda *_: recipe.DoctorRow('recipe', 'reward', 'problem', 'a problem')"
     rows, _ = checked(change, monkeypatch)
     assert [(row.state, row.found) for row in rows] == [("problem", "a problem")]
     assert recipe._last_answer('{"next": "reward"}\n{"next": "environm') == {"next": "reward"}

@@ -27,7 +27,6 @@ from bapo_megatron.planning.lengths import ResponseLengths, response_lengths
 from bapo_megatron.planning.sizes import (
     evaluation_bytes,
     measured_imbalance,
-    rank_imbalance,
     rollout_bytes,
     run_folder_bytes,
 )
@@ -256,15 +255,15 @@ class Job:
 
     def place(self, spec: Spec = "te", passes: float = 0.0) -> Place:
         """Return the busiest rank, for layer costs, with ``passes`` forward-only passes per update."""
-        imbalance = rank_imbalance(self.parallel, self.expert_imbalance)
-        recompute = self.run.batch.recompute
-        return Place(self.shape.hidden, self.parallel, self.element, spec, recompute, imbalance, passes)
+        busiest, recompute = self.expert_imbalance, self.run.batch.recompute
+        return Place(self.shape.hidden, self.parallel, self.element, spec, recompute, busiest, passes)
 
     @property
     def expert_imbalance(self) -> float:
-        """Copies of tokens on the busiest EP rank over the mean: assumed, or measured from routes."""
+        """Copies of tokens on the busiest EP rank over the mean: assumed, or measured from routes; 1 for EP
+        1, at most EP, when it gets all."""
         if self.options.expert_routes is None or self.shape.experts is None:
-            return self.options.expert_imbalance
+            return min(self.options.expert_imbalance, self.parallel.expert)
         return measured_imbalance(self.options.expert_routes, self.shape, self.parallel.expert)
 
     @property
@@ -282,19 +281,14 @@ class Job:
         return self.run.batch.pack_tokens / self.parallel.context
 
     @property
-    def norm_split(self) -> int:
-        """Number of ranks that split norms and residuals."""
-        return self.parallel.tensor if self.parallel.sequence else 1
-
-    @property
     def mean_response(self) -> float:
         longest = self.run.rollout.max_response_tokens
         return min(longest, self.options.mean_response_tokens or max(1, longest * _MEAN_RESPONSE))
 
     @property
-    def disk_with_rollouts(self) -> float:
-        """Upper bound of the run directory's bytes, with rollouts of the assumed mean length."""
-        return run_folder_bytes(self.run, self.shape) + self.rollouts
+    def disk(self) -> float:
+        """Upper bound of the run directory's bytes without rollouts and logs."""
+        return run_folder_bytes(self.run, self.shape)
 
     @property
     def rollouts(self) -> float:

@@ -286,9 +286,9 @@ def _head(job: Job, stage: int, spec: Spec) -> float:
 def _buffers(job: Job, stage: int) -> float:
     """Return bytes of pipeline messages, context parallelism's key-value ring, the update's pack columns, and
     the routes of packs in flight."""
-    message = job.tokens * job.shape.hidden * job.element / job.norm_split
-    pipeline = 2 * message if job.parallel.pipeline > 1 else 0.0
-    ring = job.tokens * max(kind.saved(job.place()).buffers for kind in job.shape.kinds)
+    at = job.place()
+    pipeline = 2 * job.tokens * at.input if job.parallel.pipeline > 1 else 0.0
+    ring = job.tokens * max(kind.saved(at).buffers for kind in job.shape.kinds)
     return pipeline + ring + job.micro_batches * job.tokens * PACK_COLUMNS + _routes(job, stage)
 
 

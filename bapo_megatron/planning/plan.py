@@ -11,7 +11,7 @@ from bapo_megatron.planning.engine_states import STATE_SLOTS
 from bapo_megatron.planning.engines import EnginePlan, engine_plan
 from bapo_megatron.planning.job import GB, GPUS_PER_NODE, Job
 from bapo_megatron.planning.memory import StageMemory, host_bytes, stage_memory
-from bapo_megatron.planning.sizes import run_folder_bytes, steps_of_rollouts
+from bapo_megatron.planning.sizes import steps_of_rollouts
 from bapo_megatron.planning.speed import (
     Handover,
     HostUpdate,
@@ -117,16 +117,6 @@ class JobPlan:
         return min(self.job.run.steps, self.job.run.checkpoint.every) * self.step_seconds
 
     @property
-    def disk(self) -> float:
-        """Bytes of the run directory without rollouts and logs."""
-        return run_folder_bytes(self.job.run, self.job.shape)
-
-    @property
-    def rollouts(self) -> float:
-        """Bytes of kept rollouts, routes and held-out responses, at the assumed lengths."""
-        return self.job.rollouts
-
-    @property
     def peak(self) -> float:
         """Peak bytes of training on a GPU, with what colocated servers keep."""
         return max(stage.policy_peak + stage.kept for stage in self.stages)
@@ -209,7 +199,7 @@ def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
         yield "Step: no estimate, for no engine can sample"
         yield f"First checkpoint: step {min(run.steps, run.checkpoint.every)}"
     yield (
-        f"Disk: {plan.disk / GB:,.0f} GB for checkpoints and weights, {plan.rollouts / GB:,.0f} GB for the "
+        f"Disk: {job.disk / GB:,.0f} GB for checkpoints and weights, {job.rollouts / GB:,.0f} GB for the "
         f"rollouts of {steps_of_rollouts(run)} steps; logs come on top"
     )
 

@@ -1,10 +1,10 @@
 """Sizes derived from model shape and layout: parameters, expert load, bytes of a run directory.
 
-``stage_parameters`` returns the parameters of one GPU, ``total_parameters`` the model's, ``rank_imbalance``
-the expert load, ``run_folder_bytes`` and ``rollout_bytes`` the disk space of a run. A router sends K copies
-of a token, one to each of its experts, over EP to the experts' ranks, so that the number of copies differs
-between ranks. All estimates and rehearsals cover the busiest rank, whose multiple of the mean is assumed
-(``--expert-imbalance``) or measured (``--expert-routes``).
+``stage_parameters`` returns the parameters of one GPU, ``total_parameters`` the model's,
+``measured_imbalance`` the expert load, ``run_folder_bytes`` and ``rollout_bytes`` the disk space of a run. A
+router sends K copies of a token, one to each of its experts, over EP to the experts' ranks, so that the
+number of copies differs between ranks. All estimates and rehearsals cover the busiest rank, whose multiple of
+the mean is assumed (``--expert-imbalance``) or measured (``--expert-routes``).
 """
 
 from __future__ import annotations
@@ -106,11 +106,6 @@ def read_parameters(shape: ModelShape, tokens: float) -> float:
     experts = stage_parameters(shape, ParallelConfig(), 0).experts
     missed: float = (1 - shape.experts.per_token / shape.experts.count) ** tokens
     return total - experts * missed
-
-
-def rank_imbalance(parallel: ParallelConfig, imbalance: float) -> float:
-    """Return the busiest EP rank's copies over the mean: 1 for EP 1, at most EP, when it gets all."""
-    return min(imbalance, parallel.expert)
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from bapo_megatron.hf.config import attention_flops, head_flops_per_token, linea
 from bapo_megatron.layers import Kind
 from bapo_megatron.planning.job import Job, slots
 from bapo_megatron.planning.memory import largest_shard, largest_stage_weights, offloaded_bytes
-from bapo_megatron.planning.sizes import rank_imbalance, total_parameters
+from bapo_megatron.planning.sizes import total_parameters
 from bapo_megatron.planning.traffic import DISK_RATE, IPC_RATE, forward_passes, known_passes, update_traffic
 from bapo_megatron.policy.layout import stage_kinds
 
@@ -144,8 +144,7 @@ def _seconds(job: Job, training: bool) -> float:
     """Return seconds of one pass over an update's micro-batches, forward and backward if ``training``. The
     slowest stage sets the pipeline's pace."""
     work, stages = (_training if training else _forward), stage_kinds(job.parallel, job.shape)
-    busiest = rank_imbalance(job.parallel, job.expert_imbalance)
-    last = len(stages) - 1
+    busiest, last = job.expert_imbalance, len(stages) - 1
     slowest = max(work(job, own, stage == last).seconds(job, busiest) for stage, own in enumerate(stages))
     pack = slowest * job.run.batch.pack_tokens / (job.parallel.tensor * job.parallel.context)
     return pack * slots(job.parallel, job.filled_packs)

@@ -123,8 +123,7 @@ def _pipeline(job: Job) -> float:
     """Return bytes of PP: hidden states to the next stage and gradients back, for each model chunk."""
     if job.parallel.pipeline == 1:
         return 0.0
-    message = _per_update(job) * job.shape.hidden * job.element / job.norm_split
-    return message * job.parallel.virtual * (2 + forward_passes(job))
+    return _per_update(job) * job.place().input * job.parallel.virtual * (2 + forward_passes(job))
 
 
 def _data(job: Job) -> float:

@@ -12,7 +12,6 @@ from bapo_megatron.layers.attention import Attention
 from bapo_megatron.layers.costs import Place, Recompute, Spec
 from bapo_megatron.layers.mlp import Experts, Mlp
 from bapo_megatron.planning.memory import block_bytes
-from bapo_megatron.planning.sizes import rank_imbalance
 
 _ATTENTION = {field.name for field in fields(Attention)}
 
@@ -48,6 +47,5 @@ def activation_bytes_per_token(
     imbalance: float = 1.0,
 ) -> LayerBytes:
     """The activation memory of a layer of ``shape``, whose layers are all alike."""
-    busiest = rank_imbalance(parallel, imbalance)
     [block] = shape.blocks
-    return LayerBytes(*block_bytes(block, Place(shape.hidden, parallel, element, spec, recompute, busiest)))
+    return LayerBytes(*block_bytes(block, Place(shape.hidden, parallel, element, spec, recompute, imbalance)))

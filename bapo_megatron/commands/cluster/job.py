@@ -205,18 +205,8 @@ class ClusterJob:
     def warnings(self) -> Iterator[str]:
         """Yield warnings, which do not prevent submission."""
         yield from self._absent_inputs()
-        sized, disk = self._sized(), self.cluster.health.disk_gb
-        if self.cluster.health.probe == "on" and sized and disk < (need := sized.disk_with_rollouts / GB):
-            yield (
-                f"the run's folder needs {need:,.0f} GB by `bapo plan`, and the probe asks the nodes for "
-                f"{disk:g}: set health.disk_gb = {math.ceil(need)} in the cluster file"
-            )
-        memory, asked = self._memory_need(), self.cluster.health.memory_gb
-        if self.cluster.health.probe == "on" and memory is not None and asked < memory / 1.2:
-            yield (
-                f"a node needs {memory / 1.2:,.0f} GB of host memory while it saves by `bapo plan`, and the "
-                f"probe asks for {asked:g}: set health.memory_gb = {math.ceil(memory)} in the cluster file"
-            )
+        if self.cluster.health.probe == "on":
+            yield from self._low_needs()
         if self.rollout_nodes and self._load_seconds() is None:
             yield (
                 "how long servers read the weights is unknown, for this machine has neither them nor the "
@@ -225,6 +215,26 @@ class ClusterJob:
         yield from self._shares()
         if self.cluster.rollout_nodes and (why := self.why_no_rollout_nodes):
             yield f"rollout_nodes = {self.cluster.rollout_nodes} of the cluster file is left out: {why}"
+
+    def _low_needs(self) -> Iterator[str]:
+        """Yield warnings if the health check asks the nodes for less than the run needs."""
+        job, disk = self._sized(), self.cluster.health.disk_gb
+        if job and disk < (need := (job.disk + job.rollouts) / GB):
+            yield (
+                f"the run's folder needs {need:,.0f} GB by `bapo plan`, and the probe asks the nodes for "
+                f"{disk:g}: set health.disk_gb = {math.ceil(need)} in the cluster file"
+            )
+        try:
+            planned, asked = self.planned(), self.cluster.health.memory_gb
+        except ConfigError:  # no GPU type, or no config.json
+            return
+        # The plan's nodes have eight GPUs; the cluster's may have fewer ranks.
+        memory = host_bytes(planned) / GB * self.tasks_per_node / planned.gpus_on_node
+        if asked < memory:
+            yield (
+                f"a node needs {memory:,.0f} GB of host memory while it saves by `bapo plan`, and the probe "
+                f"asks for {asked:g}: set health.memory_gb = {math.ceil(1.2 * memory)} in the cluster file"
+            )
 
     def _absent_inputs(self) -> Iterator[str]:
         data, model = self.config.data, self.root / self.config.model.hf_path
@@ -264,15 +274,6 @@ class ClusterJob:
         with suppress(ConfigError):
             return Job(self.config, find_shape(self.recipe, self.config.model.hf_path), PlanOptions())
         return None
-
-    def _memory_need(self) -> float | None:
-        """Return a node's host memory during a save in GB, plus a fifth; None without a plan."""
-        try:
-            planned = self.planned()
-        except ConfigError:
-            return None
-        # The plan's nodes have eight GPUs; the cluster's may have fewer ranks.
-        return 1.2 * host_bytes(planned) / GB * self.tasks_per_node / planned.gpus_on_node
 
     def misfits(self) -> list[str]:
         """Return why the recipe does not fit by `bapo plan`; without rollout nodes only memory is judged.

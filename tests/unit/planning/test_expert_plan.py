@@ -24,7 +24,6 @@ from bapo_megatron.planning.sizes import (
     active_parameters,
     largest_parameter,
     measured_imbalance,
-    rank_imbalance,
     read_parameters,
     stage_parameters,
     total_parameters,
@@ -112,7 +111,7 @@ def test_copies_by_hand() -> None:
     assert own.rows(Place(8, EP, 2, "te", "none")) == 2
     assert own.rows(Place(8, BOTH, 2, "te", "none", 1.5)) == 3
     # All copies may go to one of two ranks, not more; one rank has them all anyway.
-    assert [rank_imbalance(ParallelConfig(expert=size), 3.0) for size in (1, 2, 4)] == [1, 2, 3]
+    assert [moe(ParallelConfig(expert=size), 3.0).expert_imbalance for size in (1, 2, 4)] == [1, 2, 3]
 
 
 def test_activations_by_hand() -> None:

@@ -147,7 +147,7 @@ def test_nodes_time_and_disk_of_the_whole_run() -> None:
     assert plan.run_seconds == 500 * plan.step_seconds
     assert plan.checkpoint_seconds == 10 * plan.step_seconds
     parameters = total_parameters(BIG)
-    assert plan.disk == parameters * (3 * 14 + 3 * 2)
+    assert plan.job.disk == parameters * (3 * 14 + 3 * 2)
     assert plan_text(plan, [], []).splitlines()[3:8] == list(summary(plan))
     short = make_plan(altered(planned(), {"run.steps": 4}))
     assert short.checkpoint_seconds == short.run_seconds == 4 * short.step_seconds

@@ -331,7 +331,7 @@ def test_the_disk_of_rollouts_by_hand() -> None:
     ):
         assert rollout_bytes(altered(run, changes), SMALL, 10) == steps * 8 * 10 * 12
     plan = make_plan(of_recipe("qwen3_30b_a3b"))
-    assert plan.rollouts == 500 * 1024 * 4096 * (12 + 48 * 8)
+    assert plan.job.rollouts == 500 * 1024 * 4096 * (12 + 48 * 8)
     assert ", 830 GB for the rollouts of 500 steps; logs come on top" in "\n".join(summary(plan))
     without = of_recipe("qwen3_30b_a3b", {"rollout.route_replay": "off"})
     assert rollout_bytes(without.run, without.shape, 4096) == 500 * 1024 * 4096 * 12

@@ -20,7 +20,7 @@ Preset: `paper()`, as in demo_real_tools.py.
 import sys
 from pathlib import Path
 
-from bapo_megatron.algo.bounds import paper
+from bapo_megatron.algo.bapo import paper
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,

@@ -22,7 +22,7 @@ responses. 60 problems with two responses each are also a small sample.
 
 from pathlib import Path
 
-from bapo_megatron.algo.bounds import paper
+from bapo_megatron.algo.bapo import paper
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,

@@ -26,7 +26,7 @@ bounds, and nothing about long episodes.
 
 from pathlib import Path
 
-from bapo_megatron.algo.bounds import paper
+from bapo_megatron.algo.bapo import paper
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -19,7 +20,7 @@ from bapo_megatron.commands.recipe_flags import recipe_command
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.device import environment_variable
-from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.runtime.run_paths import RunPaths, step_entries
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,8 @@ def train_only_config(run: RunConfig, named: Sequence[Path]) -> RunConfig:
 
 def _stored_steps(run_dir: Path) -> int:
     """Return how many steps have stored rollouts, counted from step 1 up to the first gap."""
-    from bapo_megatron.rollout.sampler.step_batches import step_path  # with numpy, which flags do not need
-
-    journal, steps = RunPaths(run_dir).journal, 0
-    while step_path(journal, steps + 1).is_file():
-        steps += 1
-    return steps
+    stored = {step for (step, _), _ in step_entries(RunPaths(run_dir).journal, ".npz")}
+    return next(steps for steps in count() if steps + 1 not in stored)
 
 
 def _beside(run: RunConfig, kind: str) -> Path:

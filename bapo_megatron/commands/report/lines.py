@@ -157,12 +157,12 @@ _MOST = 2000
 
 def draw_distribution(axes: Any, panel: Panel, runs: Sequence[tuple[RunRecord, str]]) -> list[list[Any]]:
     """Draw ``panel`` for (run, colour) pairs; return each run's artists, none if not measured."""
-    if panel.file == "entropy_prediction":
+    if panel.distribution == "prediction":
         artists = [_scatter(axes, run, colour) for run, colour in runs]
         axes.set_xlabel("predicted change, any unit")
         axes.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
         return artists
-    artists = [_profile(axes, run, colour, panel.file.removeprefix("ratio_")) for run, colour in runs]
+    artists = [_profile(axes, run, colour, str(panel.distribution)) for run, colour in runs]
     axes.set_xscale("log")
     axes.set_xticks(list(_TICKS), list(_TICKS.values()))
     axes.xaxis.set_minor_locator(NullLocator())

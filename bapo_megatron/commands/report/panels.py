@@ -54,6 +54,8 @@ class Panel:
     few values are far above the others."""
     compared: tuple[int, ...] | None = None
     """Indices of the curves in a comparison of runs; None: all; empty: a comparison has no such panel."""
+    distribution: Literal["probability", "entropy", "prediction"] | None = None
+    """What ``draw_distribution`` draws: a mean by importance ratio, or Eq. 6's prediction; None: curves."""
 
 
 @dataclass(frozen=True)
@@ -294,6 +296,7 @@ DISTRIBUTIONS = (
         "Mean probability of the tokens at each importance ratio, over the whole run. In the paper it falls "
         "on both sides of 1: what the bounds clip are unlikely tokens." + _FEW,
         "Figs. 5 and 10",
+        distribution="probability",
     ),
     Panel(
         "ratio_entropy",
@@ -303,6 +306,7 @@ DISTRIBUTIONS = (
         "Mean entropy where the tokens of each ratio were chosen. In the paper it rises on both sides of 1: "
         "where the policy is undecided, ratios move most." + _FEW,
         "Fig. 10",
+        distribution="entropy",
     ),
     Panel(
         "entropy_prediction",
@@ -313,6 +317,7 @@ DISTRIBUTIONS = (
         "to the next, or from each update to the next, which has other tokens, if batches are used once. The "
         "scale of the prediction means nothing.",
         "Eq. 6",
+        distribution="prediction",
     ),
 )
 """Panels for ``draw_distribution``, without curves by step."""

@@ -23,7 +23,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from bapo_megatron.commands.report.data import RunRecord
 from bapo_megatron.commands.report.lines import Line, draw_distribution, draw_line, line_of, mark_cut_offs
 from bapo_megatron.commands.report.panels import (
-    DISTRIBUTIONS,
     NEGATIVE,
     NEUTRAL,
     OVERVIEW,
@@ -63,8 +62,11 @@ STYLE: dict[str, Any] = {
 }
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d")
 """Colours of compared runs, distinct with any colour vision (Okabe and Ito)."""
-LINES: tuple[Any, ...] = ("-", (0, (3, 1.2)), (0, (1, 1.2)))
+_DASHED = (0, (3, 1.2))
+LINES: tuple[Any, ...] = ("-", _DASHED, (0, (1, 1.2)))
 """Line styles of the curves in a compared plot: solid, dashed, dotted."""
+_DASHES, _DOTS = (0, (4, 3)), (0, (1, 2))
+"""Line styles of marks: resumes, and losses or targets."""
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11.5, "fontweight": "bold"}
 _SPIKE_RATIO = 20
 """Above this ratio of maximum to median the axis is logarithmic."""
@@ -146,16 +148,16 @@ def _svg(figure: Figure) -> bytes:
 def _draw(axes: Any, panel: Panel, run: RunRecord) -> None:
     axes.set_title(panel.title, pad=_title_pad(panel), **TITLE)
     axes.set_ylabel(panel.y_label)
-    if panel in DISTRIBUTIONS:
+    if panel.distribution:
         [artists] = draw_distribution(axes, panel, [(run, NEUTRAL)])
         if not artists:
             nothing_measured(axes)
-        elif panel.file == "entropy_prediction" and artists[0].get_label():
+        elif panel.distribution == "prediction" and artists[0].get_label():
             axes.legend(loc="best", handlelength=0.5)
         return
     lines = [(curve, line_of(run, curve, panel)) for curve in panel.curves]
     for curve, line in lines:
-        draw_line(axes, line, curve.colour, (0, (3, 1.2)) if curve.dashed else "-", curve.label)
+        draw_line(axes, line, curve.colour, _DASHED if curve.dashed else "-", curve.label)
     axes.set_xlabel("step")
     shaded = bands(panel, run)
     if _frame(axes, panel, [run], [line for _, line in lines], shaded):
@@ -184,7 +186,7 @@ def _draw_compared(axes: Any, panel: Panel, runs: Sequence[RunRecord]) -> list[l
     axes.set_title(panel.title, pad=_PLAIN_TITLE_PAD, **TITLE)
     axes.set_ylabel(panel.y_label)
     drawn = list(zip(runs, COLOURS, strict=False))
-    if panel in DISTRIBUTIONS:
+    if panel.distribution:
         artists = draw_distribution(axes, panel, drawn)
         if not any(artists):
             nothing_measured(axes)
@@ -205,7 +207,7 @@ def _draw_run(axes: Any, panel: Panel, runs: Sequence[RunRecord], place: int) ->
     for line, style in zip(lines, LINES, strict=False):
         artists += draw_line(axes, line, colour, style)
     for mark in event_marks(run):
-        dashes = (0, (1, 2)) if mark.loss else (0, (4, 3))
+        dashes = _DOTS if mark.loss else _DASHES
         artists.append(axes.axvline(mark.position, color=colour, linewidth=0.9, linestyle=dashes, alpha=0.7))
     return artists, lines
 
@@ -268,7 +270,7 @@ def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> No
     for band in shaded:
         draw_band(axes, band)
     for mark in event_marks(run):
-        colour, line = (NEGATIVE, (0, (1, 2))) if mark.loss else (_PALE_INK, (0, (4, 3)))
+        colour, line = (NEGATIVE, _DOTS) if mark.loss else (_PALE_INK, _DASHES)
         axes.axvline(mark.position, color=colour, linewidth=0.8, linestyle=line, alpha=0.7)
     if len(panel.curves) > 1:
         crowded = len(panel.curves) > 3
@@ -292,7 +294,7 @@ def draw_band(axes: Any, band: Band) -> None:
     """Shade a range, labelled above, or draw a line, labelled below, away from curves."""
     is_line = band.low == band.high
     if is_line:
-        axes.axhline(band.low, color=band.colour, linewidth=1, linestyle=(0, (1, 2)))
+        axes.axhline(band.low, color=band.colour, linewidth=1, linestyle=_DOTS)
     else:
         axes.axhspan(band.low, band.high, color=band.colour, alpha=0.09, linewidth=0)
     axes.annotate(

@@ -104,8 +104,7 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two curves and a distribution suffice where pictures are not the point: drawing takes time."""
     monkeypatch.setattr("bapo_megatron.commands.report.page.PANELS", PANELS[:2])
-    for module in ("plots", "page"):
-        monkeypatch.setattr(f"bapo_megatron.commands.report.{module}.DISTRIBUTIONS", DISTRIBUTIONS[:1])
+    monkeypatch.setattr("bapo_megatron.commands.report.page.DISTRIBUTIONS", DISTRIBUTIONS[:1])
 
 
 def check_self_contained(page: str, pictures: int) -> None:

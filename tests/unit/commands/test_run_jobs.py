@@ -82,7 +82,7 @@ def test_following_shows_what_is_new_and_the_next_start(run: Path, monkeypatch: 
 
 
 def test_following_shows_each_line_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that are written while it looks; a log that has been deleted since it was listed has none."""
+    """Also those that are written while it looks; a log that is deleted once it is listed has none."""
     log, real, lines = run / "logs/41/0/job.log", Path.open, iter("abcdef")
     log.parent.mkdir(parents=True)
     gone = log.with_name("job_gone.log")

@@ -8,7 +8,8 @@ They raise ConfigError for a wrong recipe, and print and exit for a wrong flag, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -103,14 +104,20 @@ def _check_loss(config: RunConfig, own_code: bool) -> None:
         check_registered(algorithm, config.batch.hold_forwards)
     if not (algorithm.loss_settings if algorithm.loss in LOSSES else own_code):
         return
-    try:
+    with _skipped_without_torch("algorithm.loss_settings"):
         from bapo_megatron.trainer.update_loss import checked_loss
+
+        checked_loss(config)
+
+
+@contextmanager
+def _skipped_without_torch(field: str) -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        print("algorithm.loss_settings are not checked: torch is not installed here", file=sys.stderr)
-    else:
-        checked_loss(config)
+        print(f"{field} are not checked: torch is not installed here", file=sys.stderr)
 
 
 def _check_parts(config: RunConfig, own_code: bool) -> None:
@@ -124,13 +131,9 @@ def _check_parts(config: RunConfig, own_code: bool) -> None:
     if own_code or not any(":" in part.name for part in algorithm.masks):
         check_masks(algorithm)
     if algorithm.terms and (own_code or not any(":" in part.name for part in algorithm.terms)):
-        try:
+        with _skipped_without_torch("algorithm.terms"):
             from bapo_megatron.algo.terms import check_terms
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
-            print("algorithm.terms are not checked: torch is not installed here", file=sys.stderr)
-        else:
+
             check_terms(algorithm)
 
 

@@ -96,17 +96,13 @@ def cache_bytes_per_token(shape: ModelShape) -> int:
     return sum(len(shape.layers_of(kind)) * kind.decoding().per_token for kind in shape.kinds)
 
 
-def _default_gpus(job: Job) -> int:
-    sglang = job.run.rollout.sglang
-    beside = job.run.rollout.engine == "sglang" and not sglang.urls and job.servers_problem is None
-    return sglang.servers * sglang.tensor if beside else max(job.gpus, sglang.tensor)
-
-
 def engine_plan(job: Job) -> EnginePlan:
     """Return the estimate for ``engine_gpus`` GPUs in engines of ``rollout.sglang.tensor`` GPUs each."""
     options, gpu = job.options, job.gpu
-    size = job.run.rollout.sglang.tensor
-    gpus = options.engine_gpus or _default_gpus(job)
+    sglang = job.run.rollout.sglang
+    size = sglang.tensor
+    beside = job.run.rollout.engine == "sglang" and not sglang.urls and job.servers_problem is None
+    gpus = options.engine_gpus or (sglang.servers * size if beside else max(job.gpus, size))
     weights = total_parameters(job.shape) * 2.0 / size
     room = max(0.0, job.engine_fraction * gpu.memory - weights)
     states = state_cache(job, room)
@@ -231,7 +227,7 @@ def open_responses(job: Job, engines: EnginePlan) -> OpenResponses | None:
     """
     run, options = job.run, job.options
     share, places = _share(run), engines.count * engines.running
-    if not job.samples or not share or not places or not engines.tokens_per_second:
+    if not job.samples or not share or not places:
         return None
     names = run.data.source_names or ("",)
     most = max(run.environments[name].max_turns for name in names if run.environments[name].function)

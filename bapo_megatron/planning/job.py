@@ -44,7 +44,7 @@ _MEAN_RESPONSE = 1 / 4
 class Gpu:
     """GPU type: rates and memory of the GPU and its node, in bytes, bytes/s and FLOP/s."""
 
-    name: str
+    name: GpuName
     memory: float
     """Data sheet bytes (decimal gigabytes); the driver's additional 3 to 7 % are a reserve."""
     peak: float
@@ -62,6 +62,7 @@ class Gpu:
     """PCIe between a GPU and the host, one direction."""
 
 
+GpuName = Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb"]
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -83,7 +84,7 @@ DDR5-4800 in a DGX H100 and H200, DDR5-5600 in a DGX B200."""
 class GpuOptions:
     """Flags of ``bapo plan`` and ``rehearse`` for a run's GPUs: type, usable memory, expert imbalance."""
 
-    gpu: Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb"] = "h100-80gb"
+    gpu: GpuName = "h100-80gb"
     """Type of the GPUs that train and sample; eight make a node."""
     memory_fraction: Annotated[float, Gt(0), Le(1)] = 0.9
     """Share of a GPU's and of a node's memory that a plan may use."""

@@ -113,6 +113,8 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
     steady = weights + gradients + optimizer + FIXED
     shared = job.has_servers(stage)
     reads = shared and job.weights_by_ipc
+    # Too much for a tied model, which gathers its embedding before there are buckets.
+    handover_buffers = sync_bytes(job) + 2 * job.run.rollout.sglang.bucket_mb * 2**20
     return StageMemory(
         stage=stage,
         parameters=parameters,
@@ -130,7 +132,7 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
         resting=FIXED if job.offloads else steady,
         kept=job.run.rollout.sglang.kept_gb * GB if shared else 0.0,
         serving=job.engine_fraction * job.gpu.memory if shared else 0.0,
-        handing=(weights + FIXED if job.offloads else steady) + _handover_buffers(job) if reads else 0.0,
+        handing=(weights + FIXED if job.offloads else steady) + handover_buffers if reads else 0.0,
         reading=server_weights(job) if reads else 0.0,
     )
 
@@ -192,12 +194,6 @@ def sync_bytes(job: Job) -> float:
     return 2.0 * largest_parameter(job.shape) * job.element
 
 
-def _handover_buffers(job: Job) -> float:
-    """Return weight hand-over buffers: a sync's plus two buckets; too much for a tied model, which gathers
-    its embedding before there are buckets."""
-    return sync_bytes(job) + 2 * job.run.rollout.sglang.bucket_mb * 2**20
-
-
 def server_weights(job: Job) -> float:
     """Return bytes of a server's weights on one of its GPUs."""
     return total_parameters(job.shape) * job.element / job.run.rollout.sglang.tensor
@@ -218,10 +214,8 @@ def host_bytes(job: Job) -> float:
         bucket = max(_BUCKET, largest_parameter(job.shape) / job.parallel.tensor)
         buffers = 2 * (_FP32 + job.element) * min(bucket, shard)
         rank += optimizer_bytes(job, shard) + _FP32 * shard + buffers
-    if job.offloads:
-        rank += -(-offloaded_bytes(job) // _HOST_BLOCK) * _HOST_BLOCK
-    rank += reference_bytes(job)
-    return rank * job.gpus_on_node
+    offloaded = -(-offloaded_bytes(job) // _HOST_BLOCK) * _HOST_BLOCK
+    return (rank + offloaded + reference_bytes(job)) * job.gpus_on_node
 
 
 def largest_shard(job: Job) -> float:

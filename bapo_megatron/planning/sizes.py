@@ -84,11 +84,7 @@ def total_parameters(shape: ModelShape) -> int:
 
 def active_parameters(shape: ModelShape) -> int:
     """Return the parameters that one token uses: in each layer only its own experts."""
-    total = total_parameters(shape)
-    if shape.experts is None:
-        return total
-    experts = stage_parameters(shape, ParallelConfig(), 0).experts
-    return total - experts // shape.experts.count * (shape.experts.count - shape.experts.per_token)
+    return round(read_parameters(shape, 1))
 
 
 @lru_cache(maxsize=64)

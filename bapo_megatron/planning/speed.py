@@ -213,7 +213,9 @@ def handover_estimate(job: Job) -> Handover | None:
     if not job.colocated:
         return None
     offloaded, read = offloaded_bytes(job), 2.0 * total_parameters(job.shape)
-    seconds = read * _copies_in_memory(job) if job.weights_by_ipc else read / DISK_RATE
+    # Gathered, copied into a bucket, then into the server's weights; each copy reads and writes.
+    in_memory = 1 / job.gpu.nvlink + 4 / (_LINK_EFFICIENCY * job.gpu.memory_bandwidth)
+    seconds = read * in_memory if job.weights_by_ipc else read / DISK_RATE
     expected = max(seconds, read / IPC_RATE) if job.weights_by_ipc else seconds
     return Handover(offloaded, 2 * offloaded / _host_rate(job), read, job.weights_by_ipc, seconds, expected)
 
@@ -229,9 +231,3 @@ def reference_seconds(job: Job) -> float:
 
 def _host_rate(job: Job) -> float:
     return _LINK_EFFICIENCY * min(job.gpu.pcie, job.gpu.host_bandwidth / job.gpus_on_node)
-
-
-def _copies_in_memory(job: Job) -> float:
-    """Return seconds per byte of an IPC weight load, 1 / NVLink + 4 / GPU memory: gathered, copied into a
-    bucket, then into the server's weights; each copy reads and writes."""
-    return 1 / job.gpu.nvlink + 4 / (_LINK_EFFICIENCY * job.gpu.memory_bandwidth)

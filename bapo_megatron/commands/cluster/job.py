@@ -111,7 +111,7 @@ class ClusterJob:
                 f"parallel.data out"
             )
         tensor = self.config.rollout.sglang.tensor
-        if self.rollout_nodes and self.cluster.gpus_per_node % tensor and tensor > 1:
+        if self.rollout_nodes and self.cluster.gpus_per_node % tensor:
             yield (
                 f"rollout.sglang.tensor={tensor} does not divide gpus_per_node={self.cluster.gpus_per_node} "
                 f"of the cluster file"
@@ -125,24 +125,15 @@ class ClusterJob:
             )
         if self.rollout_nodes and self.config.rollout.sglang.urls:
             yield "rollout.sglang.urls names servers, and the job starts others: set rollout_nodes = 0"
-        if problem := self._no_servers():
-            yield problem
-
-    def _no_servers(self) -> str | None:
-        """Return the problem of a job without SGLang servers; None if it has some or needs none."""
-        rollout, cluster = self.config.rollout, self.cluster
-        elsewhere = self.rollout_nodes or "BAPO_ENGINES" in cluster.environment
-        if rollout.engine != "sglang" or rollout.replay is not None or elsewhere:
-            return None
-        training = min(self.processes, self.tasks_per_node)
-        if not cluster.gpus_per_node:
-            return None
-        if (problem := placement_problem(rollout, cluster.gpus_per_node, training)) is None:
-            return None
-        return (
-            f"rollout_nodes = 0, and the recipe's SGLang servers need nodes of their own: set rollout_nodes "
-            f"in the cluster file, or name servers that run already with --rollout.sglang.urls ({problem})"
-        )
+        rollout, elsewhere = self.config.rollout, "BAPO_ENGINES" in self.cluster.environment
+        if rollout.engine != "sglang" or rollout.replay or self.rollout_nodes or elsewhere or not gpus:
+            return
+        if problem := placement_problem(rollout, gpus, min(self.processes, self.tasks_per_node)):
+            yield (
+                f"rollout_nodes = 0, and the recipe's SGLang servers need nodes of their own: set "
+                f"rollout_nodes in the cluster file, or name servers that run already with "
+                f"--rollout.sglang.urls ({problem})"
+            )
 
     def missing_mounts(self) -> list[str]:
         """Return a message, with the mount to add, for each path that tasks need and the container lacks.
@@ -157,22 +148,19 @@ class ClusterJob:
             if os.path.exists(path) and not any(path.is_relative_to(inside) for _, inside in places)
         }
         shown, missing = [host for host, inside in places if host == inside], []
-        for what, path in (self._paths() | inputs).items():
+        paths = {
+            "folder of the submission": self.root,
+            "checkout": self.templates.parent,
+            "run directory": self.run_dir,
+            "recipe": self.recipe,
+        }
+        for what, path in (paths | inputs).items():
             if not any(path.is_relative_to(folder) for folder in shown):
                 folder = path.parent if what == "recipe" or path.is_file() else path
                 line = f'the container does not mount the {what} {path}: add "{folder}:{folder}" to mounts'
                 missing.append(line)
                 shown.append(folder)  # covers the paths below it, too
         return missing
-
-    def _paths(self) -> dict[str, Path]:
-        """Return paths that every task needs, by role, at the same place as on this machine."""
-        return {
-            "folder of the submission": self.root,
-            "checkout": self.templates.parent,
-            "run directory": self.run_dir,
-            "recipe": self.recipe,
-        }
 
     def _inputs(self) -> dict[str, Path]:
         """Return paths of the data that tasks read, by role. A replay reads no prompts."""
@@ -307,15 +295,10 @@ class ClusterJob:
         parallel = dataclasses.replace(self.config.parallel, data=max(1, replicas))
         run = dataclasses.replace(self.config, parallel=parallel)
         options = PlanOptions(
-            gpu=self.cluster.gpu,  # type: ignore[arg-type]  # checked when the file was read
+            gpu=self.cluster.gpu,
             engine_gpus=self.rollout_nodes * self.cluster.gpus_per_node or None,
         )
         return Job(run, find_shape(self.recipe, run.model.hf_path), options)
-
-    def arguments(self) -> str:
-        """Return recipe and flags quoted as one shell line."""
-        # The run directory is absolute: nodes may see another working directory. The last of two counts.
-        return shlex.join([str(self.recipe), *self.flags, "--run-dir", str(self.run_dir)])
 
     def settings(self) -> dict[str, str]:
         """Return the job's environment variables: of `slurm/lib/settings.sh` and the cluster file."""
@@ -368,12 +351,14 @@ class ClusterJob:
     def specification(self) -> dict[str, Any]:
         """Return the job's specification for `slurm/launch.py`."""
         cluster = self.cluster
+        # The run directory is absolute: nodes may see another working directory. The last of two counts.
+        words = [str(self.recipe), *self.flags, "--run-dir", str(self.run_dir)]
         return {
             "name": f"bapo-{self.config.name}".replace("/", "-"),  # part of the log's file name
             "run": str(self.run_dir),
             "root": str(self.root),
             "templates": str(self.templates),
-            "arguments": self.arguments(),
+            "arguments": shlex.join(words),
             "groups": self.groups(),
             "settings": self.settings(),
             "gpus_per_node": cluster.gpus_per_node,
@@ -396,19 +381,18 @@ def check_job(job: ClusterJob, force: bool, rehearse: bool = False, dry_run: boo
     unmounted = job.missing_mounts()
     if problems := [*job.problems(), *(unmounted if not dry_run else [])]:
         raise ConfigError("\n".join(problems))
-    misfits = job.misfits()
-    if misfits and not force:
-        raise ConfigError(
-            f"{job.recipe} does not fit {job.cluster.gpu}:\n"
-            + "\n".join(misfits)
-            + "\n`bapo plan` shows the smallest changes that make it fit; --force submits it all the same"
-        )
-    rehearsed = job.rehearsal_misfits() if rehearse else []
-    if rehearsed and not force:
-        raise ConfigError(
-            f"{job.recipe} was rehearsed and would not run on {job.cluster.gpu}:\n"
-            + "\n".join(rehearsed)
-            + "\n`bapo rehearse` shows where the memory goes; --force submits it all the same"
-        )
+
+    def accepted(misfits: list[str], says: str, hint: str) -> list[str]:
+        if misfits and not force:
+            told = [f"{job.recipe} {says} {job.cluster.gpu}:", *misfits, hint]
+            raise ConfigError("\n".join(told) + "; --force submits it all the same")
+        return misfits
+
+    misfits = accepted(
+        job.misfits(), "does not fit", "`bapo plan` shows the smallest changes that make it fit"
+    )
+    if rehearse:
+        says, hint = "was rehearsed and would not run on", "`bapo rehearse` shows where the memory goes"
+        misfits += accepted(job.rehearsal_misfits(), says, hint)
     refused = [f"{line}; without --dry-run this is refused" for line in unmounted]
-    return [*refused, *job.warnings(), *misfits, *rehearsed]
+    return [*refused, *job.warnings(), *misfits]

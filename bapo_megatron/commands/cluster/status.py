@@ -31,7 +31,7 @@ from bapo_megatron.runtime.child_process import ChildDied, NoAnswer, within
 from bapo_megatron.runtime.event_kinds import ENDS, event_text, is_trouble, last_turn
 from bapo_megatron.runtime.files import file_time
 from bapo_megatron.runtime.jsonl_log import parse_row, rows_from_end
-from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
+from bapo_megatron.runtime.run_paths import MANIFEST, Moment, RunPaths, step_entries
 from bapo_megatron.runtime.text_table import text_table
 
 FRESH_S = 60.0
@@ -111,7 +111,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
         job = None  # the run goes on by hand
     metrics = next(rows_from_end(paths.metrics), {})
     config = read_config(run) or {}
-    saved = newest_checkpoint(run)
+    saved = _newest_checkpoint(run)
     trouble = next((row for row in rows_from_end(paths.events) if is_trouble(row)), None)
     running = job is not None and job.status == "running" and job.end > 0
     state = _state(run, job, pid)
@@ -126,7 +126,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
         step_age_s=files_now - paths.metrics.stat().st_mtime if metrics else None,
         steps=config.get("steps"),
         metrics=metrics,
-        checkpoint=saved[0] if saved else None,
+        checkpoint=saved[0][0] if saved else None,
         checkpoint_age_s=files_now - saved[1] if saved else None,
         engines=_engines(run, metrics, config, files_now, job.job if job else None) if runs else None,
         trouble=event_text(trouble) if trouble else None,
@@ -153,17 +153,14 @@ def _files_now(run: Path) -> float:
         return time.time()
 
 
-def newest_checkpoint(run: Path) -> tuple[int, float] | None:
-    """Return step and time of the newest complete checkpoint, which its manifest, written last, marks."""
+def _newest_checkpoint(run: Path) -> tuple[Moment, float] | None:
+    """Return moment and time of the newest complete checkpoint, which its manifest, written last, marks."""
     saved = [
         (moment, manifest.stat().st_mtime)
         for moment, path in step_entries(RunPaths(run).checkpoints)
         if (manifest := path / MANIFEST).exists()
     ]
-    if not saved:
-        return None
-    (step, _), time_s = max(saved)
-    return step, time_s
+    return max(saved, default=None)
 
 
 def _state(run: Path, job: JobState | None, pid: int | None) -> str:

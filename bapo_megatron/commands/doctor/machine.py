@@ -131,9 +131,8 @@ def isolation_row(notes: Callable[[], list[str]], required: bool) -> DoctorRow:
     except SandboxError as error:
         lacks = one_line(error)
     needed = "else reward.allow_weak_sandbox=True"
-    if not lacks:
-        return DoctorRow(SANDBOX, "walls", "ok", "all stand", needed)
-    return DoctorRow(SANDBOX, "walls", missing(required), one_line(lacks), needed, FIX)
+    state = missing(required) if lacks else "ok"
+    return DoctorRow(SANDBOX, "walls", state, one_line(lacks or "all stand"), needed, FIX)
 
 
 def forgeable_row(rows: int) -> DoctorRow:

@@ -8,7 +8,7 @@ run's main numbers. Metrics are read line by line into float64 columns: 40,000 u
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict
@@ -143,7 +143,9 @@ class RunRecord:
     @property
     def bounds(self) -> BoundsConfig | None:
         """Configured clipping bounds; None if not stored."""
-        return configured_bounds(self.config)
+        named = {field.name: f"algorithm.bounds.{field.name}" for field in fields(BoundsConfig)}
+        stored = {name: self.config[key] for name, key in named.items() if key in self.config}
+        return BoundsConfig(**stored) if {"low_start", "high_start"} <= stored.keys() else None
 
     @property
     def resumed_at(self) -> list[int]:
@@ -210,13 +212,6 @@ def _rows(path: Path) -> Iterator[Row]:
         except orjson.JSONDecodeError:
             row = None
         yield row if isinstance(row, dict) else parse_line(line, path, number)
-
-
-def configured_bounds(config: Mapping[str, Any]) -> BoundsConfig | None:
-    """Return the clipping bounds in a stored configuration; None if it has none."""
-    named = {field.name: f"algorithm.bounds.{field.name}" for field in fields(BoundsConfig)}
-    stored = {name: config[key] for name, key in named.items() if key in config}
-    return BoundsConfig(**stored) if {"low_start", "high_start"} <= stored.keys() else None
 
 
 def headline(steps: MetricTable) -> Headline:

@@ -168,11 +168,12 @@ def _details(run: RunRecord) -> dict[str, Any]:
 
 def _run_cells(run: RunRecord, colour: str, compared: bool) -> dict[str, Any]:
     events = [event for event in run.events if not compared or event.get("kind") in _COMPARED_EVENTS]
+    settings = sorted(run.config.items())
     return {
         "name": run.name,
         "colour": colour,
         "folder": str(run.run_dir),
-        "settings": setting_lines(run.config),
+        "settings": [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in settings],
         "staleness": staleness_cells(run),
         "events": [event_cells(event) for event in events],
     }
@@ -245,11 +246,6 @@ def render(template: str, **values: Any) -> str:
 def svg_uri(svg: bytes) -> str:
     """Return an SVG as a data URI."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
-
-
-def setting_lines(config: dict[str, Any]) -> list[str]:
-    """Return the resolved configuration, one setting per line."""
-    return [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in sorted(config.items())]
 
 
 def event_cells(event: dict[str, Any]) -> tuple[str, str, str]:

@@ -187,19 +187,6 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
     }
 
 
-def staleness_table(run: RunRecord) -> list[tuple[str, list[float | None]]]:
-    """Return, for staleness buckets with tokens: mean share of tokens, clipped share, entropy and effect, and
-    the correlation of Eq. 6."""
-    logged = run.updates or run.steps
-    table = []
-    for bucket in BUCKETS:
-        names = ("tokens", "clipped", "entropy", "effect")
-        values = [mean(logged.known(f"staleness/{bucket}/{name}")) for name in names]
-        if values[0]:
-            table.append((bucket, [*values, prediction(run, bucket).correlation]))
-    return table
-
-
 def _correlation(first: np.ndarray, second: np.ndarray) -> float | None:
     if len(first) < 3 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
@@ -245,11 +232,16 @@ def short_count(count: float) -> str:
 
 
 def staleness_cells(run: RunRecord) -> list[tuple[str, list[str]]]:
-    """Return table rows, one per staleness bucket with tokens; the first two values are percentages."""
-    return [
-        (bucket, [*(percent(value) for value in values[:2]), *(number(value) for value in values[2:])])
-        for bucket, values in staleness_table(run)
-    ]
+    """Return table rows, one per staleness bucket with tokens: mean share of tokens, clipped share, entropy
+    and effect, and the correlation of Eq. 6."""
+    logged, rows = run.updates or run.steps, []
+    for bucket in BUCKETS:
+        names = ("tokens", "clipped", "entropy", "effect")
+        tokens, clipped, *others = (mean(logged.known(f"staleness/{bucket}/{name}")) for name in names)
+        if tokens:
+            values = (*others, prediction(run, bucket).correlation)
+            rows.append((bucket, [percent(tokens), percent(clipped), *map(number, values)]))
+    return rows
 
 
 def percent(share: float | None) -> str:

@@ -266,7 +266,7 @@ def test_arguments_survive_the_shell_with_an_absolute_run_directory(flags: str) 
     """Whatever directory comes before it."""
     run_dir = Path("x") if flags else None
     large = replace(renamed(run_dir=run_dir), flags=(*flags.split(), "--reward.format-pattern", "a b'c"))
-    run = train_flags("train", shlex.split(large.arguments())).run
+    run = train_flags("train", shlex.split(large.specification()["arguments"])).run
     assert (run.reward.format_pattern, run.run_dir) == ("a b'c", ROOT / (run_dir or "runs/bp_math_32b_64k"))
 
 

@@ -25,7 +25,7 @@ from bapo_megatron.commands.report.series import (
     ratio_profile,
     reward_turns,
     source_cells,
-    staleness_table,
+    staleness_cells,
 )
 from bapo_megatron.errors import ConfigError
 
@@ -201,8 +201,9 @@ def test_the_staleness_table_has_the_buckets_with_tokens() -> None:
         {"0/tokens": 0.0, "16+/tokens": 1.0, "16+/clipped": 0.4},
     ]
     rows = [{"step": 1, **{f"staleness/{name}": value for name, value in row.items()}} for row in rows]
-    table = [("0", [0.5, 0.2, 0.5, None, None]), ("16+", [0.5, 0.4, None, None, None])]
-    assert staleness_table(record_of(rows)) == table
+    none = [NO_VALUE, NO_VALUE]
+    table = [("0", ["50%", "20%", "0.500", *none]), ("16+", ["50%", "40%", NO_VALUE, *none])]
+    assert staleness_cells(record_of(rows)) == table
 
 
 def event(seconds: int, kind: str, **fields: Any) -> dict[str, Any]:

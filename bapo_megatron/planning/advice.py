@@ -8,7 +8,7 @@ drop most of up to ten thousand candidates; at most a few hundred are planned, b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -44,22 +44,14 @@ def _broken_rules(job: Job) -> list[str]:
     return [*layout_problems(job.parallel, job.shape), *run_problems(job.run)]
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change that makes a plan fit in memory: flags to add, and the number of training GPUs with them."""
-
-    flags: list[str]
-    gpus: int
-    """Training GPUs after the change."""
-
-
-def smallest_changes(plan: JobPlan) -> list[Change]:
-    """Return the smallest change that makes training fit and, if different, the smallest on the same GPUs.
+def smallest_changes(plan: JobPlan) -> list[JobPlan]:
+    """Return plans of the smallest change that makes training fit and, if different, of the smallest on the
+    same GPUs.
 
     Ordered by number of flags, then GPUs, then GPU time per token (``JobPlan.cost``). ``parallel.offload``
     does not count as a flag: it belongs to colocated servers. Empty if none was found.
     """
-    best: dict[bool, tuple[tuple[int, int, float], Change]] = {}
+    best: dict[bool, tuple[tuple[int, int, float], JobPlan]] = {}
     before = flat(plan.job.run)
     for job in _neighbours(plan.job):
         flags = _difference(before, flat(job.run))
@@ -74,9 +66,9 @@ def smallest_changes(plan: JobPlan) -> list[Change]:
         rank = (count, job.gpus, other.cost)
         for same in places:
             if same not in best or rank < best[same][0]:
-                best[same] = rank, Change(flags, job.gpus)
+                best[same] = rank, other
     changes = [best[same][1] for same in (False, True) if same in best]
-    return changes[:1] if len(changes) == 2 and changes[0] == changes[1] else changes
+    return changes[:1] if changes[1:] and changes[0] is changes[1] else changes
 
 
 def shorter_packs(plan: JobPlan) -> list[JobPlan]:

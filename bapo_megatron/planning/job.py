@@ -393,9 +393,8 @@ def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
     (virtual - 1) PP chunks, each 1 / virtual of the stage's layers.
     """
     behind = parallel.pipeline - stage - 1
-    warm_up = behind
-    if parallel.virtual > 1:
-        warm_up = 2 * behind + (parallel.virtual - 1) * parallel.pipeline
+    chunks = 2 * behind + (parallel.virtual - 1) * parallel.pipeline
+    warm_up = chunks if parallel.virtual > 1 else behind
     return min(warm_up + 1, micro_batches * parallel.virtual)
 
 

@@ -158,18 +158,11 @@ def activation_bytes(job: Job, stage: int, spec: Spec) -> float:
     """
     at, own = job.place(spec), chunk_blocks(job.parallel, job.shape)[stage :: job.parallel.pipeline]
     kept = {block: block_bytes(block, at) for chunk in own for block in chunk}
+    transient = max(again for _, again in kept.values())
     layers = max(sum(count * kept[block][0] for block, count in chunk.items()) for chunk in own)
     chunks = _forwards_in_flight(job, stage)
     last = stage == job.parallel.pipeline - 1
-    on_top = at.norm * last + _after_the_norm(job, stage, spec)
-    return job.tokens * (chunks * layers + (chunks - last) * at.input + on_top)
-
-
-def _after_the_norm(job: Job, stage: int, spec: Spec) -> float:
-    """Return bytes per token by which a recomputed layer exceeds the final norm, freed before it."""
-    at, chunks = job.place(spec), chunk_blocks(job.parallel, job.shape)[stage :: job.parallel.pipeline]
-    transient = max(block_bytes(block, at)[1] for chunk in chunks for block in chunk)
-    return max(0.0, transient - at.norm * (stage == job.parallel.pipeline - 1))
+    return job.tokens * (chunks * layers + (chunks - last) * at.input + max(at.norm * last, transient))
 
 
 def block_bytes(block: Block, at: Place) -> tuple[float, float]:
@@ -273,8 +266,11 @@ def _head(job: Job, stage: int, spec: Spec) -> float:
     logits = entries * _FP32 + max(min(entries, _SOFTMAX_LOGITS) * _FP32, gradient)
     hidden = 2 * job.tokens * job.shape.hidden * job.element
     matrix = vocabulary * job.shape.hidden * (_FP32 + job.element)
-    later = _after_the_norm(job, stage, spec) if job.run.batch.recompute == "full" else 0.0
-    return max(0.0, logits + hidden + matrix - job.tokens * later)
+    later = 0.0
+    if job.run.batch.recompute == "full":  # of it the final norm is freed before
+        at, chunks = job.place(spec), chunk_blocks(job.parallel, job.shape)[stage :: job.parallel.pipeline]
+        later = max(block_bytes(block, at)[1] for chunk in chunks for block in chunk) - at.norm
+    return max(0.0, logits + hidden + matrix - job.tokens * max(0.0, later))
 
 
 def _buffers(job: Job, stage: int) -> float:

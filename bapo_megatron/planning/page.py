@@ -8,7 +8,7 @@ from typing import Any
 
 from bapo_megatron.algo.bounds import describe, low_values
 from bapo_megatron.layers.costs import Recompute
-from bapo_megatron.planning.advice import Change, changed_flags, shorter_packs
+from bapo_megatron.planning.advice import changed_flags, shorter_packs
 from bapo_megatron.planning.engine_states import state_lines
 from bapo_megatron.planning.engines import open_response_lines, open_responses
 from bapo_megatron.planning.job import GB, Job
@@ -42,7 +42,7 @@ _COLUMNS = (
 )
 
 
-def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]) -> str:
+def plan_text(plan: JobPlan, advice: Sequence[JobPlan], others: Sequence[JobPlan]) -> str:
     """Return the plan's text page."""
     sections = [
         _title(plan),
@@ -63,7 +63,9 @@ def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]
     return "\n\n".join(filter(None, ("\n".join(section) for section in sections))) + "\n"
 
 
-def plan_dict(plan: JobPlan, advice: Sequence[Change] = (), others: Sequence[JobPlan] = ()) -> dict[str, Any]:
+def plan_dict(
+    plan: JobPlan, advice: Sequence[JobPlan] = (), others: Sequence[JobPlan] = ()
+) -> dict[str, Any]:
     """Return the plan's JSON object, in bytes, FLOPs and seconds."""
     return {
         "recipe": plan.job.run.name,
@@ -104,7 +106,7 @@ def plan_dict(plan: JobPlan, advice: Sequence[Change] = (), others: Sequence[Job
         "server_nodes": plan.server_nodes,
         "fits": plan.verdict.fits,
         "misfits": plan.verdict.problems,
-        "advice": [vars(change) for change in advice],
+        "advice": [_changed(plan, change) for change in advice],
     }
 
 
@@ -376,15 +378,16 @@ def _comparison(plan: JobPlan, others: Sequence[JobPlan]) -> Iterator[str]:
     yield from aligned(rows, left=2)
 
 
-def _verdict(plan: JobPlan, advice: Sequence[Change]) -> Iterator[str]:
+def _verdict(plan: JobPlan, advice: Sequence[JobPlan]) -> Iterator[str]:
     if plan.verdict.fits:
         return
     yield "DOES NOT FIT"
     yield from (f"  {line}" for line in plan.verdict.problems)
     for change in advice:
-        same = change.gpus == plan.job.gpus
-        title = f"Smallest change on these {change.gpus} GPUs" if same else "Smallest change"
-        yield f"{title}: {' '.join(change.flags)}" + ("" if same else f"  (takes {change.gpus} GPUs)")
+        flags, gpus = " ".join(changed_flags(plan, change)), change.job.gpus
+        same = gpus == plan.job.gpus
+        title = f"Smallest change on these {gpus} GPUs" if same else "Smallest change"
+        yield f"{title}: {flags}" + ("" if same else f"  (takes {gpus} GPUs)")
     if plan.verdict.memory and not advice:
         yield "No change of layout, recomputation or pack length within reach fits; use larger GPUs."
 

@@ -188,16 +188,16 @@ def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
         f"{plan.host / GB:,.0f} GB of a node's {job.gpu.host_memory / GB:,.0f}"
     )
     yield f"Nodes: {nodes or _nodes(plan)}"
+    first = f"First checkpoint: step {min(run.steps, run.checkpoint.every)}"
     if isfinite(plan.step_seconds):
         yield (
             f"Step: {plan.step_seconds:,.0f} s: training {plan.train_seconds:,.0f} s, {_sampling(plan)}; "
             f"{run.steps} steps take {duration(plan.run_seconds)} (estimates)"
         )
-        steps = min(run.steps, run.checkpoint.every)
-        yield f"First checkpoint: step {steps}, after {duration(plan.checkpoint_seconds)}"
+        yield f"{first}, after {duration(plan.checkpoint_seconds)}"
     else:
         yield "Step: no estimate, for no engine can sample"
-        yield f"First checkpoint: step {min(run.steps, run.checkpoint.every)}"
+        yield first
     yield (
         f"Disk: {job.disk / GB:,.0f} GB for checkpoints and weights, {job.rollouts / GB:,.0f} GB for the "
         f"rollouts of {steps_of_rollouts(run)} steps; logs come on top"

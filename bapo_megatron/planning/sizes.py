@@ -39,17 +39,16 @@ _BAND = 1 << 16
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Parameters on one GPU of a pipeline stage after TP, EP, ETP: layers, experts, embedding, output."""
+    """Parameters on one GPU of a pipeline stage after TP, EP, ETP: layers, experts, vocabulary."""
 
     layers: int
     body: int
     """Parameters of the stage's layers without experts, plus the final norm on the last stage."""
     experts: int
     """Parameters of the stage's experts on this rank of EP and ETP."""
-    embedding: int
-    output: int
-    """Parameters of the output layer on the last stage: with tied embeddings a copy, or 0 if the stage has
-    the embedding itself."""
+    vocabulary: int
+    """Parameters of the embedding on the first stage, and of the output layer on the last: with tied
+    embeddings a copy, none if the stage has the embedding itself."""
 
     @property
     def total(self) -> int:
@@ -58,7 +57,7 @@ class StageParameters:
     @property
     def dense(self) -> int:
         """Parameters without experts, which are sharded differently."""
-        return self.body + self.embedding + self.output
+        return self.body + self.vocabulary
 
 
 def stage_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int) -> StageParameters:
@@ -66,14 +65,13 @@ def stage_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int) ->
     kinds = stage_kinds(parallel, shape)[stage]
     own = [(count, *_of_kind(kind, shape.hidden, parallel.tensor)) for kind, count in kinds.items()]
     last = stage == parallel.pipeline - 1
-    embedding = shape.vocab * shape.hidden // parallel.tensor
+    matrices = (stage == 0) + (last and not (shape.tied and stage == 0))
     return StageParameters(
         layers=kinds.total() // 2,
         body=sum(count * body for count, body, _ in own) + shape.hidden * last,
         experts=sum(count * experts for count, _, experts in own)
         // (parallel.expert * parallel.expert_tensor),
-        embedding=embedding * (stage == 0),
-        output=embedding if last and not (shape.tied and stage == 0) else 0,
+        vocabulary=matrices * (shape.vocab * shape.hidden // parallel.tensor),
     )
 
 
@@ -145,8 +143,7 @@ def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
     checkpoints += kept.keep_best + (run.steps // kept.keep_every if kept.keep_every else 0)
     exports = 1 + (run.steps // kept.export_every if kept.export_every else 0)
     copies = exports + sglang * TRANSPORTS[run.rollout.engine_config.sync].folders
-    weight = 4 if run.model.dtype == "float32" else 2
-    state = 12 if run.model.dtype == "float32" else 14
+    weight, state = (4, 12) if run.model.dtype == "float32" else (2, 14)
     return float(total_parameters(shape) * (state * (checkpoints + 1) + weight * copies))
 
 

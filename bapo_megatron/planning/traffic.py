@@ -43,12 +43,17 @@ class Traffic:
 
 def update_traffic(job: Job) -> list[Traffic]:
     """Return an update's communication by kind of parallelism, where any: TP, CP, EP, ETP, PP, DP."""
-    p = job.parallel
+    p, own = job.parallel, stage_parameters(job.shape, job.parallel, 0)
     reach = {"TP": p.tensor, "CP": p.tensor * p.context}
     reach["DP"] = reach["CP"] * job.replicas
     reach["PP"] = reach["DP"] * p.pipeline
     reach |= {"ETP": p.expert_tensor, "EP": p.expert_tensor * p.expert}
-    volumes = {**_layers(job), "PP": _pipeline(job), "DP": _data(job)}
+    # Hidden states to the next stage and gradients back, for each model chunk.
+    messages = p.virtual * (2 + forward_passes(job)) * (p.pipeline > 1)
+    pipeline = _per_update(job) * job.place().input * messages
+    # Float32 gradients reduce-scattered and weights all-gathered over DP x CP, experts' over ranks with them.
+    data = (own.total - optimizer_shard(job, own)) * (4 + job.element)
+    volumes = {**_layers(job), "PP": pipeline, "DP": data}
     return [_on_link(job, name, sent, reach[name]) for name, sent in volumes.items() if sent]
 
 
@@ -117,20 +122,6 @@ def _layers(job: Job) -> dict[str, float]:
         totals = {name: max(totals[name], own[name]) for name in totals}
     totals["TP"] += 2 * at.hidden * at.element * (size - 1) / size
     return {name: _per_update(job) * sent for name, sent in totals.items()}
-
-
-def _pipeline(job: Job) -> float:
-    """Return bytes of PP: hidden states to the next stage and gradients back, for each model chunk."""
-    if job.parallel.pipeline == 1:
-        return 0.0
-    return _per_update(job) * job.place().input * job.parallel.virtual * (2 + forward_passes(job))
-
-
-def _data(job: Job) -> float:
-    """Return bytes of DP: float32 gradients reduce-scattered and weights all-gathered over DP x CP, those of
-    experts over the ranks with the same ones."""
-    own = stage_parameters(job.shape, job.parallel, 0)
-    return (own.total - optimizer_shard(job, own)) * (4 + job.element)
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ def test_advice_fits_and_is_small() -> None:
     plan = make_plan(planned("context=1", "data=8"))
     assert plan.verdict.memory
     [change] = smallest_changes(plan)
-    assert change.flags == ["--batch.recompute selective"]
-    assert change.gpus == 64
+    assert changed_flags(plan, change) == ["--batch.recompute selective"]
+    assert change.job.gpus == 64
     plan = make_plan(planned("tensor=4", "context=4"))
     bigger, same = smallest_changes(plan)
-    assert bigger.flags == ["--parallel.context 32"]
-    assert (bigger.gpus, same.gpus) == (128, 16)
-    assert len(same.flags) > 1
+    assert changed_flags(plan, bigger) == ["--parallel.context 32"]
+    assert (bigger.job.gpus, same.job.gpus) == (128, 16)
+    assert len(changed_flags(plan, same)) > 1
 
 
 def test_the_optimizer_on_the_host_is_advised() -> None:
@@ -46,7 +46,7 @@ def test_the_optimizer_on_the_host_is_advised() -> None:
     over = make_plan(altered(planned("context=1"), {"run.batch.recompute": "full"}))
     assert over.verdict.memory
     [change] = smallest_changes(over)
-    assert (change.flags, change.gpus) == (["--optimizer.device cpu"], 8)
+    assert (changed_flags(over, change), change.job.gpus) == (["--optimizer.device cpu"], 8)
 
 
 def test_stages_of_listed_layers_are_advised_without_the_list() -> None:
@@ -54,9 +54,10 @@ def test_stages_of_listed_layers_are_advised_without_the_list() -> None:
     deep = replace(planned("tensor=8", "context=1", "data=1", "pipeline=2"), shape=resized(BIG, layers=448))
     saving = {"run.batch.recompute": "full", "run.parallel.pipeline_layers": (220, 228)}
     deep = altered(deep, {**ON_HOST, **saving})
-    [change] = smallest_changes(make_plan(deep))
-    assert change.flags == ["--parallel.pipeline 8", "--parallel.pipeline-layers"]
-    words = " ".join(change.flags).split()
+    plan = make_plan(deep)
+    [flags] = [changed_flags(plan, change) for change in smallest_changes(plan)]
+    assert flags == ["--parallel.pipeline 8", "--parallel.pipeline-layers"]
+    words = " ".join(flags).split()
     assert parse_flags("plan", RECIPE, deep.run, ["recipe", *words]).parallel.pipeline_layers == ()
 
 
@@ -202,7 +203,7 @@ def test_a_misfit_names_its_phase_and_the_smallest_change(
     over = make_plan(of_recipe("r1_distill_qwen_7b_8k", changes))
     assert any(told in line for line in over.verdict.memory)
     found = smallest_changes(over)
-    assert found[-1].flags == advice
+    assert changed_flags(over, found[-1]) == advice
     assert "DOES NOT FIT" in plan_text(over, found, [])
 
 

@@ -229,14 +229,15 @@ def compare_layouts(
     # Files of earlier versions have other sums after the search's.
     ours, theirs = totals, replace(reference.totals, sums=reference.totals.sums[: sum_count(config)])
     relative, absolute = tolerances.total_relative, tolerances.total_absolute
-    names, norm = _sum_names(config), tolerances.norm_relative
+    names = [f"P(c_high={high:g})" for high in high_values(config)]
+    names += [f"N(c_low={low:g})" for low in low_values(config)]
     return [
         _token_row("log-probs", said.log_probs, tokens.log_probs, samples, tolerances),
         _token_row("entropies", said.entropies, tokens.entropies, samples, tolerances),
         _total_row("contribution sums", theirs.sums, ours.sums, relative, absolute, names),
         _bounds_row(theirs, ours, config, tolerances),
         _total_row("loss", theirs.loss, ours.loss, relative, absolute),
-        _total_row("gradient norm", theirs.grad_norm, ours.grad_norm, norm, absolute),
+        _total_row("gradient norm", theirs.grad_norm, ours.grad_norm, tolerances.norm_relative, absolute),
     ]
 
 
@@ -334,13 +335,6 @@ def _total_row(
         "DIFFERS" if detail else "ok",
         detail,
     )
-
-
-def _sum_names(config: BoundsConfig) -> list[str]:
-    return [
-        *(f"P(c_high={high:g})" for high in high_values(config)),
-        *(f"N(c_low={low:g})" for low in low_values(config)),
-    ]
 
 
 def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> QuantityRow:

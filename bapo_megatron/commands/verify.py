@@ -32,7 +32,6 @@ from bapo_megatron.commands.layout_reference import (
     LayoutReference,
     QuantityRow,
     TokenOutputs,
-    Tolerances,
     Totals,
     compare_layouts,
     comparison_table,
@@ -296,7 +295,9 @@ def _provenance(config: VerifyConfig, policy: Policy) -> dict[str, Any]:
 
 
 def _print_comparison(reference: LayoutReference, ours: LayoutReference, config: VerifyConfig) -> int:
-    rows = compare_layouts(reference, ours.tokens, ours.totals, config.algorithm.bounds, _tolerances(config))
+    own = {name: value for name, value in vars(config.tolerance).items() if value is not None}
+    tolerances = dataclasses.replace(TOLERANCES[config.model.dtype], **own)
+    rows = compare_layouts(reference, ours.tokens, ours.totals, config.algorithm.bounds, tolerances)
     layouts = text_table([("reference:", _layout(reference)), ("this layout:", _layout(ours))])
     print("", *layouts, "", comparison_table(rows), "", _verdict(rows, reference), sep="\n", flush=True)
     return 0 if first_differing_row(rows) is None else 1
@@ -312,11 +313,6 @@ def _verdict(rows: Sequence[QuantityRow], reference: LayoutReference) -> str:
     else:
         lines.append(f"the layouts differ, first in the {first.quantity}: {first.detail}")
     return "\n".join(lines)
-
-
-def _tolerances(config: VerifyConfig) -> Tolerances:
-    own = {name: value for name, value in vars(config.tolerance).items() if value is not None}
-    return dataclasses.replace(TOLERANCES[config.model.dtype], **own)
 
 
 def _layout(measured: LayoutReference) -> str:

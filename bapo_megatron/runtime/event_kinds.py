@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from bapo_megatron.errors import printable
@@ -132,6 +133,14 @@ BEGINNINGS = ("start", "resume")
 
 ENDS = ("done", "preempted", "stopped", "failed")
 """Kinds of a run's last event."""
+
+
+def event_time_s(event: dict[str, Any]) -> float | None:
+    """Return when an event was logged, seconds since 1970; None if that is unknown."""
+    try:
+        return datetime.fromisoformat(str(event.get("time"))).timestamp()
+    except ValueError:
+        return None
 
 
 def last_turn(newest_first: Iterable[dict[str, Any]]) -> str | None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
@@ -129,21 +129,13 @@ def load_cluster(path: Path) -> ClusterFile:
         raise ConfigError(f"cluster file {path} cannot be read: {error}") from None
     problems = [f"{name}{problem}" for name, problem in table_problems(ClusterFile, table)]
     if not problems:
-        cluster = _build(table)
+        parts = {"budgets": Budgets(**table.get("budgets", {})), "health": Health(**table.get("health", {}))}
+        lists = {name: tuple(table.get(name, ())) for name in ("mounts", "modules")}
+        cluster = ClusterFile(**table | parts | lists)
         problems = list(_invalid_values(cluster))
     if problems:
         raise ConfigError("\n".join(f"cluster file {path}: {problem}" for problem in problems))
     return cluster
-
-
-def _build(table: Mapping[str, Any]) -> ClusterFile:
-    values = dict(table)
-    for name, kind in (("budgets", Budgets), ("health", Health)):
-        if name in values:
-            values[name] = kind(**values[name])
-    for name in ("mounts", "modules"):
-        values[name] = tuple(values.get(name, ()))
-    return ClusterFile(**values)
 
 
 def seconds_of(time: str) -> int:

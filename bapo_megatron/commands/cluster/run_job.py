@@ -188,8 +188,8 @@ def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
         return outputs
     starts = [folder for folder in starts if job and folder.parent.name == job.job] or starts
     folder = max(starts, key=lambda start: (int(start.parent.name), int(start.name)))
-    logs = [path for path in sorted(folder.glob("*.log")) if not path.name.startswith(".")]
-    return [path for path in logs if every_rank or _is_shown(path.name)]
+    shown = ("[!.]*.log",) if every_rank else ("job*.log", "rollout*.log", "trainer*-0.log")
+    return sorted(path for pattern in shown for path in folder.glob(pattern))
 
 
 def _outputs(run: Path, job: JobState | None) -> list[Path]:
@@ -243,10 +243,6 @@ def follow_logs(
                 last = path
             out.write(printable(text.replace("\r\n", "\n").replace("\r", "\n")))
             out.flush()
-
-
-def _is_shown(name: str) -> bool:
-    return name.startswith(("job", "rollout")) or (name.startswith("trainer") and name.endswith("-0.log"))
 
 
 # --- cancellation --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from bapo_megatron.commands.cluster.run_job import (
 )
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.child_process import ChildDied, NoAnswer, within
-from bapo_megatron.runtime.event_kinds import ENDS, event_text, is_trouble, last_turn
+from bapo_megatron.runtime.event_kinds import ENDS, event_text, event_time_s, is_trouble, last_turn
 from bapo_megatron.runtime.files import file_time
 from bapo_megatron.runtime.jsonl_log import parse_row, rows_from_end
 from bapo_megatron.runtime.run_paths import MANIFEST, Moment, RunPaths, step_entries
@@ -113,6 +113,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
     config = read_config(run) or {}
     saved = _newest_checkpoint(run)
     trouble = next((row for row in rows_from_end(paths.events) if is_trouble(row)), None)
+    trouble_s = event_time_s(trouble) if trouble else None
     running = job is not None and job.status == "running" and job.end > 0
     state = _state(run, job, pid)
     waits = state.startswith("PENDING")  # a requeued job has lost its nodes and servers
@@ -130,7 +131,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
         checkpoint_age_s=files_now - saved[1] if saved else None,
         engines=_engines(run, metrics, config, files_now, job.job if job else None) if runs else None,
         trouble=event_text(trouble) if trouble else None,
-        trouble_age_s=_age(trouble, now) if trouble else None,
+        trouble_age_s=None if trouble_s is None else now - trouble_s,
         forked=lineage_text(run),
         has_responses=any(paths.journal.glob("segments-*.log")),
     )
@@ -205,13 +206,6 @@ def _engines(
     servers = len(config.get("rollout.sglang.urls") or ()) or config.get("rollout.sglang.servers", 1)
     started = servers if config.get("rollout.engine") == "sglang" else 1
     return int(alive), max(int(alive), started)
-
-
-def _age(row: dict[str, Any], now: float) -> float | None:
-    try:
-        return now - datetime.fromisoformat(row["time"]).astimezone(UTC).timestamp()
-    except (KeyError, ValueError):
-        return None
 
 
 def status_text(status: Status) -> str:

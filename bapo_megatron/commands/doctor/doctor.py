@@ -76,14 +76,10 @@ def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
     yield from guarded("SGLang", lambda: sglang_rows(need.starts_servers, python, colocated))
     yield from guarded("machine", lambda: machine_rows(Path(need.directory), need.disk_gb))
     yield from guarded("code sandbox", lambda: sandbox_rows(*programs))
-    yield from (row for row in told if not any(_is_told_by(package, row) for package in packages))
+    absent = [row.name for row in packages if row.state == "problem"]
+    boards = tuple(MISSING_BOARD.format(name=one.removesuffix("-skinny"), package=one) for one in absent)
+    yield from (row for row in told if not row.found.startswith(boards))
     yield from guarded("servers", lambda: server_rows(need))
-
-
-def _is_told_by(package: DoctorRow, row: DoctorRow) -> bool:
-    """Whether a recipe row repeats ``package``'s row: the missing package of a tracking board."""
-    said = MISSING_BOARD.format(name=package.name.removesuffix("-skinny"), package=package.name)
-    return package.state == "problem" and row.found.startswith(said)
 
 
 def guarded(section: str, rows: Callable[[], Iterator[DoctorRow]]) -> Iterator[DoctorRow]:

@@ -132,8 +132,9 @@ async def _try(tried: _Tried) -> DoctorRow:
         mend = MEND_PROGRAM if traits.runs_program else MEND_CLASS
         return _failed(tried, result, _last_lines(errors) if says else "", mend)
     answer = _answer(traits, result, turns)
+    tools = ", ".join(str(tool["function"]["name"]) for tool in traits.tools) or "none"
     found = f"{tried.config.function}, {tried.where}: {answer}; start {start_s:.1f} s"
-    found = f"{found}; {_described(traits)}"
+    found += f"; resume {traits.resume}, tools: {tools}"
     if traits.runs_program and result.observation is not None:
         if turns < tried.config.max_turns:
             return environment_row("optional", f"{found}. Longer was not waited", "none if that is meant")
@@ -181,11 +182,6 @@ def _answer(traits: Traits, result: StepResult, turns: int) -> str:
         said = f"{observation}, {reward}, not done"
     times = f", {turns} times," if turns > 1 else ""
     return f"to {TURN!r}{times} it gave {said}, in {result.seconds:.1f} s"
-
-
-def _described(traits: Traits) -> str:
-    tools = [str(tool["function"]["name"]) for tool in traits.tools]
-    return f"resume {traits.resume}, tools: {', '.join(tools) or 'none'}"
 
 
 def _failed(tried: _Tried, result: StepResult, errors: str, mend: str) -> DoctorRow:

@@ -104,8 +104,8 @@ def package_rows(packages: Sequence[Package] = PACKAGES, trackers: Sequence[str]
     imports |= try_imports(on_gpu)
     for package in packages:
         result = imports.get(package.module or "", Import())
-        name = canonical(package.name)
-        row = package_row(package, versions[package.name], result, ranges.get(name), tested.get(name))
+        name = package.name
+        row = package_row(package, versions[name], result, ranges.get(name), tested.get(name))
         is_chosen = package.purpose == BOARDS and name.removesuffix("-skinny") in trackers
         if is_chosen and row.state == "optional":
             row = replace(row, state="problem")
@@ -197,12 +197,8 @@ def compiler_row(child: CommandResult) -> DoctorRow:
 
 
 def _needed(package: Package, allowed: str | None, tested: str | None) -> str:
-    parts = [f"for {package.purpose}"] if package.purpose else []
-    if allowed:
-        parts.append(allowed)
-    if tested is not None:
-        parts.append(f"tested: {tested}")
-    return ", ".join(parts)
+    parts = (package.purpose and f"for {package.purpose}", allowed, tested and f"tested: {tested}")
+    return ", ".join(filter(None, parts))
 
 
 def _fix(package: Package, allowed: str | None, tested: str | None) -> str:

@@ -30,7 +30,7 @@ from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.runtime.child_process import ChildError, run_module
 
 if TYPE_CHECKING:
-    from bapo_megatron.config import RewardConfig, RunConfig
+    from bapo_megatron.config import RunConfig
     from bapo_megatron.reward.pool import RewardResult
     from bapo_megatron.types import Prompt
 
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str]) -> None:
         answers.flush()
 
     try:
-        config = _load(Path(arguments[0]), arguments[1:])
+        config = _load(arguments)
         passed: list[object] = []
         problems += problems_of(config, passed)
         facts = facts_of(config)
@@ -202,20 +202,16 @@ def _response(ground_truth: str) -> tuple[str, str]:
     return f"\\boxed{{{ground_truth}}}", "its ground truth in a box as the response"
 
 
-def _with_short_deadline(reward: RewardConfig) -> RewardConfig:
-    from bapo_megatron.config.validation import REWARD_ENDPOINTS
-
-    deadline = {"give_up_s": min(ENDPOINT_DEADLINE_S, reward.settings.get("give_up_s", ENDPOINT_DEADLINE_S))}
-    settings = reward.settings | (deadline if reward.function in REWARD_ENDPOINTS else {})
-    return replace(reward, workers=1, settings=settings)
-
-
 async def _scored(config: RunConfig, prompt: Prompt, response: str) -> RewardResult:
+    from bapo_megatron.config.validation import REWARD_ENDPOINTS
     from bapo_megatron.reward.functions import settings_for
     from bapo_megatron.reward.pool import RewardPool
 
     reward = settings_for(config.reward, prompt.reward or config.reward.function)
-    pool = RewardPool(_with_short_deadline(reward), config.rollout.max_response_tokens)
+    if reward.function in REWARD_ENDPOINTS:
+        limit_s = min(ENDPOINT_DEADLINE_S, reward.settings.get("give_up_s", ENDPOINT_DEADLINE_S))
+        reward = replace(reward, settings=reward.settings | {"give_up_s": limit_s})
+    pool = RewardPool(replace(reward, workers=1), config.rollout.max_response_tokens)
     await pool.start()
     try:
         return await pool.score(prompt, response, 1)
@@ -223,13 +219,12 @@ async def _scored(config: RunConfig, prompt: Prompt, response: str) -> RewardRes
         await pool.close()
 
 
-def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterator[str]:
+def problems_of(config: RunConfig, passed: list[object]) -> Iterator[str]:
     """Yield each problem of the recipe once, and append the results of passing checks to ``passed``. If the
     first check finds wrong fields, repetitions of these by later checks are dropped, and their crashes."""
     from bapo_megatron.trainer.preflight import run_checks
 
     told: set[str] = set()
-    passed = [] if passed is None else passed
     wrong_fields: set[str] = set()
     for number, check in enumerate(run_checks(config)):
         try:
@@ -284,12 +279,11 @@ def facts_of(config: RunConfig) -> RecipeFacts:
     )
 
 
-def _load(recipe: Path, flags: Sequence[str]) -> RunConfig:
-    from bapo_megatron.commands.recipe_flags import parse_flags
+def _load(arguments: Sequence[str]) -> RunConfig:
+    from bapo_megatron.commands.recipe_flags import recipe_config
     from bapo_megatron.config import RunConfig
-    from bapo_megatron.config.recipe import load_recipe
 
-    return parse_flags("doctor", recipe, load_recipe(recipe, RunConfig), [str(recipe), *flags])
+    return recipe_config("doctor", RunConfig, arguments)
 
 
 def read_model_config(folder: Path) -> dict[str, Any] | None:

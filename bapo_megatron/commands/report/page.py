@@ -144,6 +144,7 @@ def _details(run: RunRecord) -> dict[str, Any]:
     figures = headline(run.steps)
     window = figures["window"]
     episodes = episode_cells(run, window)
+    names = sorted(set(run.steps.names) - {"step"})
     return {
         "window": window,
         "model": run.config.get("model.hf_path"),
@@ -155,7 +156,7 @@ def _details(run: RunRecord) -> dict[str, Any]:
         "conversations": conversations(run) if episodes else [],
         "sources": source_cells(run, window),
         "source_columns": ("source", *SOURCE_COLUMNS),
-        "metrics": _metric_rows(run, window),
+        "metrics": [(n, [*ends(run.steps, n, window), number(run.steps.last.get(n))]) for n in names],
         "numbers": [
             (_reward(run), f"reward, mean of the first and last {window} step{'' if window == 1 else 's'}"),
             (f"{figures['steps']:,}", "steps"),
@@ -216,11 +217,6 @@ def setting_differences(configs: Sequence[dict[str, Any]]) -> list[Cells]:
         if len(set(values)) > 1:
             rows.append((name, values))
     return rows
-
-
-def _metric_rows(run: RunRecord, window: int) -> list[Cells]:
-    names = sorted(set(run.steps.names) - {"step"})
-    return [(n, [*ends(run.steps, n, window), number(run.steps.last.get(n))]) for n in names]
 
 
 def _line_names(labels: Sequence[str]) -> str:

@@ -170,7 +170,10 @@ def _frame(
     axes: Any, panel: Panel, runs: Sequence[RunRecord], lines: Sequence[Line], shaded: list[Band]
 ) -> bool:
     """Set both axes for the drawn lines; return False, with a note in the plot, if nothing was measured."""
-    frame_steps(axes, runs)
+    first, last = min(run.first_step for run in runs), max(run.step_numbers.max() for run in runs)
+    margin = max((last - first) * 0.02, 0.5)
+    axes.set_xlim(first - margin, last + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     values = np.concatenate([line.shown for line in lines])
     if len(values):
         frame_values(axes, panel, values, shaded)
@@ -316,14 +319,6 @@ def nothing_measured(axes: Any) -> None:
     axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_PALE_INK)
 
 
-def frame_steps(axes: Any, runs: Sequence[RunRecord]) -> None:
-    """Set limits and ticks of the step axis."""
-    first, last = min(run.first_step for run in runs), max(run.step_numbers.max() for run in runs)
-    margin = max((last - first) * 0.02, 0.5)
-    axes.set_xlim(first - margin, last + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-
-
 def frame_values(axes: Any, panel: Panel, values: np.ndarray, shaded: list[Band]) -> None:
     """Set limits, scale and tick labels of the vertical axis."""
     if panel.y_scale == "spikes" and values.min() > 0 and values.max() > _SPIKE_RATIO * np.median(values):
@@ -333,21 +328,17 @@ def frame_values(axes: Any, panel: Panel, values: np.ndarray, shaded: list[Band]
     ends = [values.min(), values.max(), *(end for band in shaded for end in (band.low, band.high))]
     low, high = min(ends), max(ends)
     if panel.y_scale == "ratio" and low > 0:
-        _frame_ratios(axes, low, high)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(FixedLocator(_RATIO_TICKS))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+        axes.set_ylim(low / 1.12, high * 1.15)
         return
     axes.yaxis.set_major_formatter(FuncFormatter(_percent if panel.y_scale == "percent" else _plain))
     from_zero = panel.y_scale in ("from_zero", "percent", "spikes") and low >= 0
     bottom = 0.0 if from_zero else low
     margin = 0.1 * (high - bottom) or 0.1 * abs(high) or 1.0
     axes.set_ylim(bottom if from_zero else bottom - margin, high + margin)
-
-
-def _frame_ratios(axes: Any, low: float, high: float) -> None:
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(FixedLocator(_RATIO_TICKS))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(_plain))
-    axes.set_ylim(low / 1.12, high * 1.15)
 
 
 def _plain(value: float, _position: int | None = None) -> str:

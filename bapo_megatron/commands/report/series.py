@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Literal
 
 import numpy as np
 
 from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS, RATIO_EDGES
 from bapo_megatron.commands.report.data import MetricTable, RunRecord, Series, headline, mean
+from bapo_megatron.runtime.event_kinds import event_time_s
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.types import FinishReason
 
@@ -145,7 +145,7 @@ def _tokens(table: MetricTable) -> np.ndarray:
 
 def event_marks(run: RunRecord) -> list[Mark]:
     """Return marks of resumes and losses; a loss is placed by its time."""
-    timed = [(_seconds(event), event) for event in run.events]
+    timed = [(event_time_s(event), event) for event in run.events]
     anchors = [(time, _finished_step(event)) for time, event in timed if time is not None]
     known = sorted((time, step) for time, step in anchors if step is not None)
     lost = [time for time, event in timed if event.get("kind") in LOSS_EVENTS and time is not None]
@@ -191,13 +191,6 @@ def _correlation(first: np.ndarray, second: np.ndarray) -> float | None:
     if len(first) < 3 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
     return float(np.corrcoef(first, second)[0, 1])
-
-
-def _seconds(event: Row) -> float | None:
-    try:
-        return datetime.fromisoformat(str(event.get("time"))).timestamp()
-    except ValueError:
-        return None
 
 
 def _finished_step(event: Row) -> float | None:

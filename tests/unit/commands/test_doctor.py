@@ -233,7 +233,6 @@ UNUSABLE = "this machine should have a GPU, but torch cannot use one: too old. U
         ({"cuda": None, "gpus": []}, "ok", "CPU build, no GPU here"),
         ({"cuda": "13.0", "gpus": [], "problem": None}, "ok", "built for CUDA 13.0, no GPU here"),
         ({"cuda": None, "gpus": [], "problem": UNUSABLE}, "problem", f"CPU build: {UNUSABLE[:-11]}"),
-        ({"cuda": "13.0", "gpus": [], "problem": UNUSABLE}, "problem", "built for CUDA 13.0: this machine"),
         ({"cuda": "13.0", "gpus": [], "asked": True}, "ok", "built for CUDA 13.0, BAPO_DEVICE=cpu"),
         ({"cuda": "13.0", "gpus": [["H100", 85]] * 2, "nccl": "2.27"}, "ok", "CUDA 13.0, NCCL 2.27, 2 x"),
     ],

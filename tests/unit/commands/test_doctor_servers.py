@@ -230,12 +230,12 @@ def test_mistakes_of_every_kind_are_told_at_once(demo: Callable[..., RunConfig],
         "reward": dataclasses.replace(config.reward, function="no_such_reward"),
     }
     parts = ["wandb is not installed", "of the model's 4 layers", "no interpreter at", f"data.path={none}"]
-    found = list(problems_of(demo(**absent)))
+    found = list(problems_of(demo(**absent), []))
     assert [part in one for one, part in zip(found, parts, strict=True)] == [True] * 4
     parts = ["steps=0 must be at least 1", "seed=-1 must be", "reward.function='no_such_reward' is"]
     parts.append(f"model.hf_path={none}: no config.json there")
     parts += [f"data.sources[{one}].path={tmp_path / one}.jsonl: no such file" for one in ("one", "two")]
-    found = list(problems_of(demo(**wrong)))
+    found = list(problems_of(demo(**wrong), []))
     assert [part in one for one, part in zip(found, [*parts, "suite absent"], strict=True)] == [True] * 7
     *_, row = recipe_rows("r.py", found)
     assert (row.state, row.fix) == ("problem", "bapo data prepare SOURCE --output data/suites/absent")
@@ -268,7 +268,7 @@ def test_a_check_that_raises_is_one_problem(
 
     monkeypatch.setattr("bapo_megatron.trainer.preflight.check_same_run", raises)
     monkeypatch.setattr("bapo_megatron.trainer.preflight._check_engine", lambda _config: None)
-    assert list(problems_of(demo(**fields))) == [problem]
+    assert list(problems_of(demo(**fields), [])) == [problem]
 
 
 def test_weights_that_are_absent_hide_no_mistake_of_the_layout(

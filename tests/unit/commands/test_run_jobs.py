@@ -184,7 +184,6 @@ def test_a_job_that_waits_for_its_first_start_has_a_status_and_can_be_cancelled(
     [
         ("stopped", None, "57"),
         ("running", ("RUNNING", ""), "41"),
-        ("requeued", ("PENDING", ""), "41"),
         ("requeued", ("REQUEUE_HOLD", ""), "41"),  # `bapo cancel` must find it
         ("running", ("SUSPENDED", ""), "41"),
         ("running", ("", ""), "57"),  # scancel has ended it

@@ -148,14 +148,11 @@ def test_the_clock_of_the_files_is_asked(tmp_path: Path, monkeypatch: pytest.Mon
     ("queued", "job_status", "told", "is_on_nodes"),
     [
         (("RUNNING", ""), "requeued", "RUNNING", True),
-        (("SIGNALING", ""), "running", "SIGNALING", True),
         (("REQUEUE_HOLD", ""), "running", "REQUEUE_HOLD", None),
         # Nodes and engines of its last start may be dead, and are no longer its own.
         (("PENDING", "BeginTime"), "requeued", "PENDING (BeginTime)", False),
         (("", ""), "running", "not in the queue; it was running, and ended without", None),
         (("", ""), "stopped", "stopped", False),
-        (("", ""), "done", "done", False),
-        (("", ""), "cancelled", "cancelled", False),
         (("CANCELLED", ""), "requeued", "CANCELLED; it was requeued, and ended without", None),
         (("COMPLETED", ""), "done", "done", None),
         (None, "running", "running (Slurm does not answer here)", None),

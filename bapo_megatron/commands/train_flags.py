@@ -119,7 +119,8 @@ def train_only_config(run: RunConfig, named: Sequence[Path]) -> RunConfig:
     if named and replayed is not None and named[0].resolve() != replayed.resolve():
         raise ConfigError(f"--train-only {named[0]} and rollout.replay={replayed} name two runs: give one")
     source = named[0] if named else replayed or _beside(run, "rollout-only")
-    steps = _stored_steps(source)
+    stored = {step for (step, _), _ in step_entries(RunPaths(source).journal, ".npz")}
+    steps = next(steps for steps in count() if steps + 1 not in stored)  # up to the first gap
     if steps == 0:
         raise ConfigError(
             f"--train-only: {source} holds no rollouts from step 1 on; sample some with `bapo train RECIPE "
@@ -134,12 +135,6 @@ def train_only_config(run: RunConfig, named: Sequence[Path]) -> RunConfig:
         rollout=replace(run.rollout, replay=source),
         steps=min(steps, run.steps),
     )
-
-
-def _stored_steps(run_dir: Path) -> int:
-    """Return how many steps have stored rollouts, counted from step 1 up to the first gap."""
-    stored = {step for (step, _), _ in step_entries(RunPaths(run_dir).journal, ".npz")}
-    return next(steps for steps in count() if steps + 1 not in stored)
 
 
 def _beside(run: RunConfig, kind: str) -> Path:

@@ -50,7 +50,7 @@ def update_traffic(job: Job) -> list[Traffic]:
     reach |= {"ETP": p.expert_tensor, "EP": p.expert_tensor * p.expert}
     # Hidden states to the next stage and gradients back, for each model chunk.
     messages = p.virtual * (2 + forward_passes(job)) * (p.pipeline > 1)
-    pipeline = _per_update(job) * job.place().input * messages
+    pipeline = job.tokens * job.filled_packs * job.place().input * messages
     # Float32 gradients reduce-scattered and weights all-gathered over DP x CP, experts' over ranks with them.
     data = (own.total - optimizer_shard(job, own)) * (4 + job.element)
     volumes = {**_layers(job), "PP": pipeline, "DP": data}
@@ -106,11 +106,6 @@ def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:
     return Traffic(name, sent, seconds, "NVLink" if inside else "network")
 
 
-def _per_update(job: Job) -> float:
-    """Return a rank's tokens over all micro-batches of an update."""
-    return job.tokens * job.filled_packs
-
-
 def _layers(job: Job) -> dict[str, float]:
     """Return the bytes that the busiest stage's layers send by kind of parallelism; TP includes the output
     layer's input and gradient."""
@@ -121,7 +116,7 @@ def _layers(job: Job) -> dict[str, float]:
         own = {name: sum(count * by.get(name, 0.0) for count, by in sent) for name in totals}
         totals = {name: max(totals[name], own[name]) for name in totals}
     totals["TP"] += 2 * at.hidden * at.element * (size - 1) / size
-    return {name: _per_update(job) * sent for name, sent in totals.items()}
+    return {name: job.tokens * job.filled_packs * sent for name, sent in totals.items()}
 
 
 @dataclass(frozen=True)

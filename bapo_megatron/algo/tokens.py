@@ -1,7 +1,7 @@
 """Per-token math of losses and metrics: importance ratio, masking, masked sums, high-probability tokens.
 
 ``ratio`` and ``likely`` map tensors [T] to [T], ``live_sum`` sums unmasked tokens. On any device; none makes
-the host wait for a GPU.
+the host wait for a GPU, except ``constant_on`` at the first use of a constant.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Rank 0 holds the lock during a run (``only_writer``) and writes config.json at e
 ``check_same_run``, a preflight, refuses a resume that changes a fixed setting without ``--allow-change``;
 ``check_partial_step``, once the newest checkpoint is known, refuses even an allowed change of algorithm or
 seed within a step. Both raise ConfigError. Older runs are migrated: ``read_config`` adds new fields and drops
-removed ones; ``with_former_defaults`` keeps the defaults that they began with.
+removed ones at their default; ``with_former_defaults`` keeps the defaults that they began with.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Parser of ``bapo COMMAND RECIPE [flags]``: returns the recipe's configuration, overridden by flags.
 
 ``recipe_config`` returns it, ``recipe_command`` also the recipe's path. Both run the recipe, a Python file.
-They raise ConfigError for a wrong recipe, and print and exit for a wrong flag, ``--help`` or no argument.
+They raise ConfigError for a wrong recipe or a removed flag; they print and exit for an unknown flag, a bad
+value, ``--help`` or no argument.
 ``check_names`` checks the engine, loss, advantage, masks and terms named in a configuration.
 """
 

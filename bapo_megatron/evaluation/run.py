@@ -1,8 +1,8 @@
 """Evaluation of a checkpoint: samples and scores the missing responses of each suite, writes the summaries.
 
 ``evaluate(options)`` starts and ends the same engines and reward workers as training uses (``rollout/``,
-``reward/``) and returns each suite's metrics; a repeated call continues an interrupted one. A model that is
-not a Hugging Face folder is first converted to one in the output folder, where later evaluations find it.
+``reward/``) and returns each suite's folder and metrics; a repeated call continues an interrupted one. A
+model that is not a Hugging Face folder is first converted to one in the output folder, for later evaluations.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 ``read_by(stored)`` megatron's ``dist_checkpointing.load`` reads from it. Torch's and megatron's own readers
 unpickle ``.metadata``, the common state and every stored object, and a pickle can call any function. This
 reader (``checkpoints_tools/archives/``) decodes only plain values and tensor locations, imports nothing, and
-reads no file outside the folder. Damaged content or a reference to code raises CheckpointError.
+reads no file outside the folder. Damaged content or a reference to code raises CheckpointError, but
+for names on an allow-list (megatron's, torch's), which become inert ``PickledObject``s.
 """
 
 from __future__ import annotations

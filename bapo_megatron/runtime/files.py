@@ -5,8 +5,8 @@ meanwhile; it raises OSError if it cannot write. ``file_inside`` returns the pat
 others may have made (checkpoint, model) and raises CheckpointError for a special file or a link out of the
 folder, except from a Hugging Face cache snapshot to its blobs; ``read_file_inside`` returns the content.
 
-The files of a run directory, which belongs to its user, are opened without these checks; ``others_may_write``
-returns a warning if other users may write there.
+A run directory belongs to its user: most of its files are opened without these checks;
+``others_may_write`` returns a warning if other users may write there.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class Duplicates:
 
     First pass: ``show`` it every prompt (all messages). Second pass: the filters ``conflict`` and
     ``repeated`` return the reason to drop a prompt, or None; ``keep`` records one that no filter drops. Tests
-    of programs are not compared. Answers with different normal forms are compared as by the reward; those
-    that it cannot read do not count.
+    of programs are not compared. Answers with different normal forms are compared by ``equal`` (by
+    default they differ); those that are ``unreadable`` do not count.
     """
 
     def __init__(

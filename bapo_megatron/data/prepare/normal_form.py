@@ -1,8 +1,8 @@
 """Text normalization: normal forms of questions, to find duplicates and overlaps, and of short answers.
 
 ``tokens`` returns a question's normal form, ``key`` the hash of it, ``words`` the words and numbers in it,
-``ngrams`` a list's n-grams; ``answer_text`` the normal form of an answer, also for majority votes. They drop
-case, spaces, dollar signs, LaTeX spacing and final punctuation, and keep symbols and numbers.
+``ngrams`` a list's n-grams; ``answer_text`` the normal form of an answer, also for majority votes. Normal
+forms drop case, spaces, dollar signs, LaTeX spacing and final punctuation; they keep symbols and numbers.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the server keeps the first MiB, 
 
 class FusionServer:
     """Client of one SandboxFusion server, for one reward worker: ``run`` executes code there and returns an
-    ``Ended``, or None past a limit. Calls block, and each opens its own connection."""
+    ``Ended``, or None past a case's time limit; raises SandboxError if the server fails. Calls block, and
+    each opens its own connection."""
 
     def __init__(self, url: str) -> None:
         """``url``: server address, with or without ``/run_code``."""

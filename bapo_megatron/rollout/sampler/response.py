@@ -99,8 +99,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Episode:
-    """What a ``Response`` has besides its tokens: the ends of its turns, its forks, and what its environment
-    returned (each answer's reward; sums of metrics and seconds)."""
+    """Turns of a ``Response``: where each ends and the text of given ones, forks, and what its environment
+    returned (each answer's reward; sums of metrics and seconds; failure; last note)."""
 
     turns: tuple[tuple[int, str | None], ...] = ()
     """For each finished turn: response tokens up to its end; text of a given turn, None of a sampled one."""

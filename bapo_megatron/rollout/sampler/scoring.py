@@ -1,7 +1,8 @@
 """Scoring of complete groups: decodes their responses, computes the rewards and detects scoring outages.
 
 ``GroupScorer.score(group)`` returns a ``RewardResult`` per response, and ``response_score`` that of one;
-``FailedScores`` decides whether a group's results count.
+``FailedScores`` decides whether a group's results count; one whose scores all failed waits and is scored
+again, and a long outage raises RunStopped.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Data flow of a step:
 
 All functions here are collective. Exceptions that end a run are raised on every rank: Preempted and
 RunStopped (after a checkpoint, if possible), ConfigError (including GapError), FloatingPointError. Only disk
-errors (StorageFailed, DiskError) may be raised on a single rank. ``trainer/build.py`` builds the ``Run``.
+errors (DiskError) may be raised on a single rank. ``trainer/build.py`` builds the ``Run``.
 """
 
 from __future__ import annotations

@@ -23,10 +23,11 @@ from bapo_megatron.algo.bounds import balanced
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.removed import removed_settings, without_removed
 from bapo_megatron.config.validation import flat, settings_of_scores
-from bapo_megatron.errors import ConfigError, StorageFailed
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.files import open_lock, write_atomically
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
+from bapo_megatron.runtime.storage import FailingDiskError
 
 FORMAT = 2
 """Format version of the run directory; other versions are refused."""
@@ -168,7 +169,7 @@ def check_writable(directory: Path) -> None:
 def only_writer(directory: Path) -> Iterator[None]:
     """Context manager: hold the lock of a run directory, or of an evaluation's folder. Raises ConfigError if
     another process holds it (a requeued job first waits up to three minutes) or the file system has no locks;
-    StorageFailed if the lock server does not answer."""
+    FailingDiskError if the lock server does not answer."""
     with open_lock(RunPaths(directory).lock) as lock:
         try:
             _take(lock)
@@ -176,7 +177,7 @@ def only_writer(directory: Path) -> Iterator[None]:
             raise ConfigError(f"another process is writing to the run {directory}; stop it first") from None
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):  # NFS: its lock server does not answer
-                raise StorageFailed(f"the run directory {directory}: {error.strerror}") from None
+                raise FailingDiskError(f"the run directory {directory}: {error.strerror}") from None
             raise ConfigError(
                 f"the run directory {directory} cannot be locked ({error.strerror}), so two jobs could write "
                 "to it: mount it with locks (Lustre: -o flock), or name another directory"

@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from bapo_megatron import __version__
 from bapo_megatron.config import CheckpointConfig
-from bapo_megatron.errors import RunStopped
 from bapo_megatron.interfaces import Saving
 from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, is_main
 from bapo_megatron.runtime.files import remove_folder, sha256_of, sync_file, sync_folder, write_atomically
@@ -40,7 +39,7 @@ from bapo_megatron.runtime.run_paths import (
     step_entries,
     step_leftovers,
 )
-from bapo_megatron.runtime.storage import OldFiles, check_readable, writing
+from bapo_megatron.runtime.storage import DiskError, OldFiles, check_readable, writing
 
 _POLL_S = 0.05
 _RANK_0_FIRST_S = 120.0
@@ -66,7 +65,7 @@ class Saved:
 class CheckpointStore:
     """Checkpoint store of one run, one object per rank: saves checkpoints and deletes old ones. After
     ``begin`` call ``finalize`` until it returns the save; both are collective, the other methods are for rank
-    0. If the disk is full or fails, the rank that meets the error raises RunStopped."""
+    0. If the disk is full or fails, the rank that meets the error raises DiskError."""
 
     def __init__(
         self,
@@ -221,7 +220,7 @@ class _PendingCheckpoint:
         if os.path.lexists(self.final):  # a damaged one, or the run resumed from an older one
             _remove(self.final, OldFiles())
         if os.path.lexists(self.final):
-            raise RunStopped(
+            raise DiskError(
                 f"{self.final}, an older checkpoint of the same step, cannot be renamed, and the new one is "
                 "not saved: move it away, then give the same command again"
             )

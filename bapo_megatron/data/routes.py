@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from bapo_megatron.errors import StorageFailed
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.storage import FailingDiskError
 from bapo_megatron.types import RouteShape, StoredRoutes
 
 WAIT_S = 60.0
@@ -70,8 +70,8 @@ def write_routes(path: Path, parts: Sequence[np.ndarray]) -> list[int]:
 def read_routes(stored: StoredRoutes, wait_s: float = WAIT_S) -> np.ndarray:
     """Return one response's routes [tokens, layers, per_token], mapped from its step's file.
 
-    Waits at most ``wait_s`` for the file. Raises StorageFailed if it is missing or another file, or if rows
-    differ from those written.
+    Waits at most ``wait_s`` for the file. Raises FailingDiskError, on this rank only, if it is missing or
+    another file, or if rows differ from those written.
     """
     path, deadline = stored.file, time.monotonic() + wait_s
     while True:
@@ -80,7 +80,7 @@ def read_routes(stored: StoredRoutes, wait_s: float = WAIT_S) -> np.ndarray:
             break
         except (OSError, ValueError) as error:  # missing yet, or shorter than its header says
             if time.monotonic() > deadline:
-                raise StorageFailed(
+                raise FailingDiskError(
                     f"{path}: the routes cannot be read after {wait_s:g} s: {error}; every rank must see the "
                     "run directory"
                 ) from error
@@ -88,7 +88,7 @@ def read_routes(stored: StoredRoutes, wait_s: float = WAIT_S) -> np.ndarray:
     rows: np.ndarray = whole[stored.first : stored.first + stored.tokens]
     wanted = (stored.tokens, stored.layers, stored.per_token)
     if rows.shape != wanted or rows.dtype.str != stored.dtype or zlib.crc32(rows.data) != stored.crc:
-        raise StorageFailed(
+        raise FailingDiskError(
             f"{path}: rows {stored.first} to {stored.first + stored.tokens} are not the routes that were "
             "written there: the file is damaged; start the run again, which samples the step anew"
         )

@@ -151,7 +151,7 @@ class Sample(ResponseColumns, _TokenIds):
 class StoredSample:
     """Training sequence in a step's file: holds its numbers (lengths, advantage); ``loaded`` returns a
     ``Sample``. It reads the columns at each call and keeps none, since each update may pack a sample on
-    another rank. Raises StorageFailed, on this rank only, if they cannot be read."""
+    another rank. Raises FailingDiskError, on this rank only, if they cannot be read."""
 
     response: ResponseHeader
     prompt_tokens: int
@@ -201,7 +201,7 @@ class StoredSample:
         return None if self.route_replay == "off" else self.response.routes
 
     def load_routes(self) -> np.ndarray | None:
-        """Read and return the routes. Raises StorageFailed, on this rank only, if they cannot be read."""
+        """Read and return the routes. Raises FailingDiskError, on this rank only, if they cannot be read."""
         return None if self._routes is None else read_routes(self._routes)
 
     def without_routes(self) -> StoredSample:

@@ -44,8 +44,8 @@ _ROOM_BYTES = 2**30
 
 
 class DiskError(RunStopped):
-    """Raised when a file cannot be written because the disk is full, only on the rank that writes it. As a
-    ``RunStopped`` it ends the run with exit code 3, and the same command continues the run."""
+    """Raised when a file cannot be written (a full disk) or replaced, only on the rank that writes it. As a
+    ``RunStopped``, it ends the run with exit code 3, and the same command continues the run."""
 
 
 class FailingDiskError(DiskError, StorageFailed):

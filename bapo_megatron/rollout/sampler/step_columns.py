@@ -25,6 +25,7 @@ from zipfile import ZIP_STORED, ZipFile
 import numpy as np
 
 from bapo_megatron.errors import ConfigError, StorageFailed
+from bapo_megatron.runtime.storage import FailingDiskError
 from bapo_megatron.types import (
     RESPONSE_COLUMNS,
     ColumnFile,
@@ -119,7 +120,7 @@ class StepColumns:
     """Columns of a step's responses on a trainer rank (``TrainingBatch``): ``open``, ``read``, ``close``.
 
     Reads by offset, not through a memory map, because truncation or server loss of a mapped file kills the
-    process with SIGBUS. Raises StorageFailed, on this rank only, if the file cannot be read.
+    process with SIGBUS. ``read`` raises FailingDiskError, on this rank only, if it cannot.
     """
 
     def __init__(self, header: StepHeader, limit_s: float = VISIBLE_S) -> None:
@@ -153,7 +154,7 @@ class StepColumns:
 
     def read(self, group: int, response: int) -> tuple[np.ndarray, ResponseTokens]:
         """Return the token ids of a group's prompt (empty for a branch with its own prompt) and the tokens of
-        one response. Raises StorageFailed if the bytes differ from rank 0's."""
+        one response. Raises FailingDiskError if the bytes cannot be read or differ from rank 0's."""
         about, number = self._header.groups[group], self._first[group] + response
         expected = about.responses[response]
         prompt_tokens = about.prompt_tokens if expected.has_prompt else 0
@@ -167,7 +168,7 @@ class StepColumns:
         }
         tokens = ResponseTokens(**columns)
         if checksum(ids_P, tokens) != expected.checksum:
-            raise StorageFailed(
+            raise FailingDiskError(
                 f"{self._place}: response {response} of group {group} has other bytes than rank 0 has read"
             )
         return ids_P, tokens
@@ -203,8 +204,8 @@ class StepColumns:
         try:
             while rest:
                 if not (done := os.preadv(self._opened.fileno(), [rest], at)):
-                    raise StorageFailed(f"{self._place}: the file ends within {array}; it was cut short")
+                    raise FailingDiskError(f"{self._place}: the file ends within {array}; it was cut short")
                 rest, at = rest[done:], at + done
         except OSError as error:
-            raise StorageFailed(f"{self._place}: {array} cannot be read: {error.strerror}") from error
+            raise FailingDiskError(f"{self._place}: {array} cannot be read: {error.strerror}") from error
         return values

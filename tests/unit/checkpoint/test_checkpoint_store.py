@@ -21,7 +21,7 @@ from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped, Stora
 from bapo_megatron.interfaces import Saving
 from bapo_megatron.runtime.jsonl_log import EventLog
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.runtime.storage import writing
+from bapo_megatron.runtime.storage import DiskError, writing
 from tests.support.saves import Written, save, write_policy
 
 pytestmark = pytest.mark.usefixtures("one_process_group")
@@ -212,7 +212,7 @@ def test_one_that_cannot_be_moved_away_stops_the_run(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stores, "_remove", lambda *_: None)
-    with pytest.raises(RunStopped, match="step_000020, an older checkpoint of the same step.*move it away"):
+    with pytest.raises(DiskError, match="step_000020, an older checkpoint of the same step.*move it away"):
         save(store, 20, write_policy(b"new"), {"version": 80})
 
 

@@ -23,7 +23,8 @@ from bapo_megatron.checkpoint.run_directory import (
     with_former_defaults,
 )
 from bapo_megatron.config import RunConfig, SglangConfig
-from bapo_megatron.errors import ConfigError, StorageFailed
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.storage import FailingDiskError
 from tests.support.altered import altered
 from tests.unit.config.test_config import GOOD
 
@@ -102,7 +103,7 @@ def test_a_run_directory_of_another_format_is_refused(tmp_path: Path) -> None:
     ("number", "kind", "told"),
     [
         (errno.ENOSYS, ConfigError, "cannot be locked .*Lustre: -o flock"),
-        (errno.ENOLCK, StorageFailed, "No locks available"),
+        (errno.ENOLCK, FailingDiskError, "No locks available"),
     ],
 )
 def test_a_file_system_without_locks(

@@ -14,7 +14,7 @@ import pytest
 
 from bapo_megatron.config import ModelConfig
 from bapo_megatron.data.routes import read_routes, route_problem, write_routes
-from bapo_megatron.errors import ConfigError, StorageFailed
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.wire import (
     BadReply,
     decoded_routes,
@@ -29,6 +29,7 @@ from bapo_megatron.rollout.sampler.step_batches import (
     step_path,
     write_step,
 )
+from bapo_megatron.runtime.storage import FailingDiskError
 from bapo_megatron.types import (
     GenerateRequest,
     Group,
@@ -264,22 +265,22 @@ def test_damaged_and_missing_routes_are_seen(tmp_path: Path) -> None:
     """Every response has a checksum: a flipped bit, and the rows of another response."""
     write_step(tmp_path, 3, routed_batch())
     where, path = stored(read_step(tmp_path, 3)), routes_path(tmp_path, 3)
-    with pytest.raises(StorageFailed, match="routes.npy: rows 1 to 11 are not the routes"):
+    with pytest.raises(FailingDiskError, match="routes.npy: rows 1 to 11 are not the routes"):
         read_routes(replace(where[0], first=1), 0)
-    with pytest.raises(StorageFailed, match="rows 10 to 13 are not"):
+    with pytest.raises(FailingDiskError, match="rows 10 to 13 are not"):
         read_routes(replace(where[2], dtype="<u2"), 0)
     content = bytearray(path.read_bytes())
     content[-20] ^= 1
     path.write_bytes(content)
     read_routes(where[0], 0)
-    with pytest.raises(StorageFailed, match="the file is damaged; start the run again"):
+    with pytest.raises(FailingDiskError, match="the file is damaged; start the run again"):
         for one in where:
             read_routes(one, 0)
     path.write_bytes(content[:-1])
-    with pytest.raises(StorageFailed, match="cannot be read after 0.1 s"):
+    with pytest.raises(FailingDiskError, match="cannot be read after 0.1 s"):
         read_routes(where[0], 0.1)
     path.unlink()
-    with pytest.raises(StorageFailed, match=r"every rank must see the run directory"):
+    with pytest.raises(FailingDiskError, match=r"every rank must see the run directory"):
         read_routes(where[0], 0.1)
 
 

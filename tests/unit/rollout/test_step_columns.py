@@ -18,6 +18,7 @@ from bapo_megatron.errors import StorageFailed
 from bapo_megatron.rollout.sampler import step_columns
 from bapo_megatron.rollout.sampler.step_batches import read_header, read_step, step_path, write_step
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
+from bapo_megatron.runtime.storage import FailingDiskError
 from bapo_megatron.types import RESPONSE_COLUMNS, Group, Prompt, StepBatch
 from tests.unit.rollout.test_step_batches import batch, rollout
 
@@ -156,7 +157,7 @@ def test_a_flipped_bit_is_found_where_it_is_read(tmp_path: Path) -> None:
             # The first prompt has both responses of its group; the third token is of the first response.
             if (number, index) == (0, 0) or (array == "prompt_ids" and number == 0):
                 with pytest.raises(
-                    StorageFailed, match=f"response {index} of group 0 has other bytes than rank 0"
+                    FailingDiskError, match=f"response {index} of group 0 has other bytes than rank 0"
                 ):
                     columns.read(number, index)
             else:
@@ -172,7 +173,7 @@ def test_a_file_that_cannot_be_read_while_it_is_open_is_named(
     columns = opened(tmp_path, 1)
     os.truncate(path, 700)
     with pytest.raises(
-        StorageFailed, match=r"step_000001\.npz on .*: the file ends within .*; it was cut short"
+        FailingDiskError, match=r"step_000001\.npz on .*: the file ends within .*; it was cut short"
     ):
         columns.read(1, 1)
 
@@ -180,7 +181,7 @@ def test_a_file_that_cannot_be_read_while_it_is_open_is_named(
         raise OSError(116, "Stale file handle")
 
     monkeypatch.setattr(os, "preadv", gone)
-    with pytest.raises(StorageFailed, match="prompt_ids cannot be read: Stale file handle"):
+    with pytest.raises(FailingDiskError, match="prompt_ids cannot be read: Stale file handle"):
         columns.read(0, 0)
 
 

@@ -19,6 +19,7 @@ from bapo_megatron.checkpoint.run_directory import (
     Change,
     differences,
     is_among,
+    is_harmless,
     plain_values,
     read_config,
     with_present_fields,
@@ -117,8 +118,8 @@ def read_fork(run_dir: Path) -> Fork | None:
 
 def changes_algorithm(config: RunConfig, fork: Fork) -> bool:
     """Return whether the fork changes the algorithm, so that the stored ``UpdateLoss`` state may not fit."""
-    names = _changed_names(config, fork, ("algorithm.",))
-    return any(not name.startswith(("algorithm.gap_", "algorithm.on_gap")) for name in names)
+    changes = fork.changed(plain_values(config))
+    return any(change[0].startswith("algorithm.") and not is_harmless(change, config) for change in changes)
 
 
 def _changed_names(config: RunConfig, fork: Fork, fields: Iterable[str]) -> list[str]:

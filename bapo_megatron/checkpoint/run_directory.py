@@ -2,9 +2,9 @@
 
 Rank 0 holds the lock during a run (``only_writer``) and writes config.json at each start (``store_config``).
 ``check_same_run``, a preflight, refuses a resume that changes a fixed setting without ``--allow-change``;
-``check_partial_step``, once the newest checkpoint is known, refuses even an allowed change of algorithm or
-seed within a step. Both raise ConfigError. Older runs are migrated: ``read_config`` adds new fields and drops
-removed ones at their default; ``with_former_defaults`` keeps the defaults that they began with.
+``check_partial_step``, once the newest checkpoint is known, refuses even an allowed change of what the
+updates compute within a step. Both raise ConfigError. Older runs are migrated: ``read_config`` adds new
+fields and drops removed ones at their default; ``with_former_defaults`` keeps what they began with.
 """
 
 from __future__ import annotations
@@ -138,6 +138,12 @@ NOT_SETTINGS = ("name", "run_dir", "allow_change", "accept_resume_mismatch", "lo
 RATE_FIELDS = ("optimizer.", "steps", "algorithm.reuse_epochs", "algorithm.updates_per_epoch")
 """Fields that determine an update's learning rate, in the notation of ``is_among``."""
 
+_OF_UPDATES = (
+    *("algorithm.", "optimizer.", "seed", "steps", "model.dtype"),
+    *("rollout.temperature", "rollout.max_response_tokens", "rollout.route_replay"),
+)
+"""Fields that the updates of a sampled step depend on, unless the change ``is_harmless``."""
+
 # Fields that may change on a resume: length, place, speed, logging and deadlines, not computed values.
 _STEPS = "steps"
 _MAY_CHANGE = (
@@ -211,7 +217,11 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
     for told in removed_settings(present):
         raise ConfigError(f"the run {config.directory} was started with a setting that is gone. {told}")
     changes = differences(plain_values(config), present)
-    different = [change for change in changes if not _may_change(change, config)]
+    different = [
+        change
+        for change in changes
+        if change[0] not in config.allow_change and not is_harmless(change, config)
+    ]
     if different:
         raise ConfigError(
             f"the run {config.directory} was started with other settings:\n"
@@ -317,9 +327,10 @@ def differences(ours: dict[str, Any], stored: dict[str, Any]) -> list[Change]:
     ]
 
 
-def _may_change(change: Change, config: RunConfig) -> bool:
+def is_harmless(change: Change, config: RunConfig) -> bool:
+    """Return whether a resume may make the change to ``config`` without ``--allow-change``."""
     name, then, now = change
-    if name in config.allow_change or (name == THREADS and now is None):
+    if name == THREADS and now is None:
         return True
     if name == "reward.settings":  # only the endpoint's address or limits
         function = config.reward.function
@@ -354,9 +365,9 @@ def changed_settings(config: RunConfig, before: dict[str, Any] | None) -> list[C
 
 
 def check_partial_step(changed: list[Change], config: RunConfig) -> None:
-    """Raise ConfigError if ``allow_change`` changes the algorithm or seed within a partly trained step."""
-    names = {name for name, *_ in changed} & set(config.allow_change)
-    if named := sorted(name for name in names if name.startswith("algorithm.") or name == "seed"):
+    """Raise ConfigError if a change affects the remaining updates of a partly trained step."""
+    of_updates = [change for change in changed if is_among(change[0], _OF_UPDATES)]
+    if named := [change[0] for change in of_updates if not is_harmless(change, config)]:
         raise ConfigError(
             f"{', '.join(named)}: the newest checkpoint lies within a step, which must end as it began; "
             "continue without the change until the next checkpoint, and change it then"

@@ -187,13 +187,12 @@ def test_a_run_of_before_goes_on_with_its_default(
 
 
 def test_a_step_ends_as_it_began(begun: RunConfig) -> None:
-    """Behind a checkpoint within a step, what the step computes cannot be changed even by name."""
-    allowed = {"allow_change": ("algorithm.reuse_epochs", "optimizer.lr"), "optimizer.lr": 0.1}
-    slower = altered(begun, allowed)
-    reused = altered(slower, {"algorithm.reuse_epochs": 7})
-    changed = changed_settings(reused, read_config(reused.directory))
-    assert ("optimizer.lr", 2e-6, 0.1) in changed
-    with pytest.raises(ConfigError, match="^algorithm.reuse_epochs: .* lies within a step"):
-        check_partial_step(changed, reused)
-    check_partial_step(changed_settings(slower, read_config(slower.directory)), slower)
+    """Behind a checkpoint within a step, what its updates compute cannot be changed even by name."""
+    changes = {"algorithm.reuse_epochs": 7, "optimizer.lr": 0.1, "rollout.temperature": 0.5, "seed": 7}
+    harmless = {"algorithm.route_mismatch_limit": 0.5, "steps": 500, "data.path": Path("moved")}
+    changed = altered(begun, {**changes, **harmless, "allow_change": (*changes, *harmless)})
+    with pytest.raises(ConfigError, match=f"^{', '.join(changes)}: .* lies within a step"):
+        check_partial_step(changed_settings(changed, read_config(begun.directory)), changed)
+    slower = altered(begun, harmless)
+    check_partial_step(changed_settings(slower, read_config(begun.directory)), slower)
     assert changed_settings(begun, None) == []

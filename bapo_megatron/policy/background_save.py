@@ -65,10 +65,10 @@ class BackgroundSave:
 
     def finish(self) -> None:
         """Commit the checkpoint once all ranks' parts are written. Collective. Raises if a write failed:
-        OutOfMemoryError if this rank's writer process was killed or exited with an error."""
-        if self._process is not None and self._process.exitcode:
-            why = death(self._process.exitcode)
-            raise OutOfMemoryError(f"the process that writes the checkpoint has not finished: {why}")
+        OutOfMemoryError if this rank's writer process got SIGKILL, RuntimeError if it ended otherwise."""
+        if self._process is not None and (code := self._process.exitcode):
+            kind, why = OutOfMemoryError if code == -signal.SIGKILL else RuntimeError, death(code)
+            raise kind(f"the process that writes the checkpoint has not finished: {why}")
         for finalize in self._request.finalize_fns:
             finalize()
 

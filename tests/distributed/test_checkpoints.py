@@ -187,7 +187,7 @@ def _write(pids: Path) -> None:
     done.join()
 
 
-def _killed(which: int, pids: Path) -> str:
+def _killed(which: int, number: int, pids: Path) -> str:
     """Kill the writer, or its fork: what the trainer is told."""
     saving = BackgroundSave(AsyncRequest(_write, (pids,), []))
     begun = time.monotonic()
@@ -196,26 +196,33 @@ def _killed(which: int, pids: Path) -> str:
         time.sleep(0.05)
     both = [int(word) for word in pids.read_text().split()]
     assert not saving.is_written()
-    os.kill(both[which], signal.SIGKILL)
+    os.kill(both[which], number)
     deadline = time.monotonic() + 60
     while not saving.is_written():
         assert time.monotonic() < deadline, "nobody notices"
         time.sleep(0.05)
     try:
         saving.finish()
-    except OutOfMemoryError as error:
-        return str(error)
+    except (OutOfMemoryError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
     finally:
         with suppress(ProcessLookupError):
             os.kill(both[1], signal.SIGKILL)
     return "all is well"
 
 
-@pytest.mark.parametrize("which", [0, 1] if writer_forks() else [0])
-def test_a_writer_that_is_killed_is_noticed(which: int, tmp_path: Path) -> None:
-    """By the kernel, say: a fork that copies what it writes is what it kills first."""
-    [told] = run_layout(_killed, ParallelConfig(), which, tmp_path / "pids")
-    assert told.startswith("the process that writes the checkpoint has not finished: killed by SIGKILL")
+@pytest.mark.parametrize(
+    ("which", "name", "kind"),
+    [(0, "SIGSEGV", "RuntimeError"), (0, "SIGKILL", "OutOfMemoryError"), (1, "SIGKILL", "OutOfMemoryError")][
+        : 2 + writer_forks()
+    ],
+)
+def test_a_writer_that_is_killed_is_noticed(which: int, name: str, kind: str, tmp_path: Path) -> None:
+    """By the kernel for lack of memory, say: a fork that copies what it writes is what it kills first."""
+    [told] = run_layout(_killed, ParallelConfig(), which, signal.Signals[name], tmp_path / "pids")
+    assert told.startswith(
+        f"{kind}: the process that writes the checkpoint has not finished: killed by {name}"
+    )
 
 
 def _blocked(folder: Path, path: Path, file: str) -> str:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import ConfigError, printable
-from bapo_megatron.runtime.child_process import UserCommand, command_words
+from bapo_megatron.runtime.child_process import UserCommand, command_words, start_module
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.processes import die_with_parent
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_leftovers, step_name
@@ -152,15 +152,14 @@ class StepExports:
         folders = self._paths.checkpoint(step), self._paths.step_export(step), self._model
         arguments = [*map(str, folders), str(os.getpid())]
         try:
-            # In its own session: signals to the run's process group do not reach it; `close` ends it.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "bapo_megatron.checkpoint.exports", *arguments],
+            self._process = start_module(
+                "bapo_megatron.checkpoint.exports",
+                *arguments,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,
             )
         except OSError as error:  # a limit on processes or memory, as in a container
             self._failed(step, f"its process cannot be started: {error}")

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -87,6 +87,28 @@ def with_users_path(environment: Mapping[str, str]) -> dict[str, str]:
     users = environment.get(_USERS_PATH, environment.get("PYTHONPATH"))
     rest = {name: value for name, value in environment.items() if name not in (_USERS_PATH, "PYTHONPATH")}
     return {**rest, "PYTHONPATH": users} if users else rest
+
+
+def start_module(module: str, *arguments: str, **popen: Any) -> subprocess.Popen[Any]:
+    """Start ``python -m module`` with this process's import path, and in its own session: Ctrl-C is for this
+    process's group. ``popen``: more arguments of subprocess.Popen. Raises OSError if it cannot be started."""
+    command, environment = [sys.executable, "-m", module, *arguments], with_import_path(os.environ)
+    return subprocess.Popen(command, env=environment, **{"start_new_session": True, **popen})
+
+
+def end_modules(processes: Collection[subprocess.Popen[bytes]], line: bytes, limit_s: float) -> None:
+    """Write the last ``line`` to the pipe of each process; wait ``limit_s`` for all, then kill the rest."""
+    deadline = time.monotonic() + limit_s
+    for process in processes:  # to all first: they end concurrently
+        assert process.stdin is not None
+        with suppress(OSError), process.stdin:  # it has ended
+            process.stdin.write(line)
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 class ChildProcess:
@@ -290,7 +312,7 @@ def run_command(
 
 def run_module(module: str, arguments: Sequence[str], deadline_s: float) -> CommandResult:
     """Call ``run_command`` with this interpreter and ``-m module``."""
-    return run_command([sys.executable, "-m", module, *arguments], deadline_s)
+    return run_command([sys.executable, "-m", module, *arguments], deadline_s, with_import_path(os.environ))
 
 
 def exit_text(code: int) -> str:
@@ -378,7 +400,8 @@ class UserCommand:
         self, words: list[str], about: Mapping[str, str], log: Path, stdin: bytes = b"", append: bool = False
     ) -> None:
         """Start it. Raises OSError on failure. ``about``: additional environment variables."""
-        ours = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
+        inherited = with_users_path(os.environ).items()
+        ours = {name: value for name, value in inherited if name not in _LAUNCHERS}
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         with tempfile.TemporaryFile() as input_file, log.open("ab" if append else "wb") as output:

@@ -7,20 +7,17 @@ trackio, MLflow), which may hang, fail or be slow, gets a separate process that 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import Preempted
-from bapo_megatron.runtime.child_process import exit_text, with_import_path
+from bapo_megatron.runtime.child_process import end_modules, exit_text, start_module
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import JsonlLog, finite_json, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -117,7 +114,13 @@ def _tensorboard_writer(folder: Path, resume_step: int) -> Any:
 
 
 PREEMPTED_S = 10.0
-"""Seconds for all trackers together to catch up after Ctrl-C or preemption: Slurm may kill the run soon."""
+"""Longest wait for processes at a run's end after Ctrl-C or preemption, seconds: Slurm may kill it soon."""
+
+
+def last_wait_s(limit_s: float) -> float:
+    """Return the seconds that the end of a run may wait: ``limit_s``, or less by the error that ends it."""
+    is_hurried = isinstance(sys.exception(), Preempted | KeyboardInterrupt)
+    return min(PREEMPTED_S, limit_s) if is_hurried else limit_s
 
 
 class Boards:
@@ -135,8 +138,8 @@ class Boards:
             paths.logs.mkdir(exist_ok=True)
             if not paths.wandb_id.exists():
                 write_atomically(paths.wandb_id, uuid.uuid4().hex)
-        arguments = [str(resume_step), str(catch_up_s)]
-        self._processes = {name: _start_board(name, paths, arguments) for name in names}
+        arguments = str(resume_step), str(catch_up_s)
+        self._processes = {name: _start_board(name, paths, *arguments) for name in names}
 
     def check(self) -> None:
         """Report each ended process once; the next start of the run restarts it."""
@@ -147,21 +150,9 @@ class Boards:
 
     def close(self) -> None:
         """Signal the end of the run, wait for the processes, and report trackers that lack rows."""
-        limit_s = self._catch_up_s
-        if isinstance(sys.exception(), Preempted | KeyboardInterrupt):
-            limit_s = min(PREEMPTED_S, limit_s)
-        deadline = time.monotonic() + limit_s
-        for process in self._processes.values():  # to all first: they catch up concurrently
-            assert process.stdin is not None
-            with suppress(OSError):  # it has ended
-                process.stdin.write(b"\n")
-            process.stdin.close()
+        end_modules(self._processes.values(), b"\n", last_wait_s(self._catch_up_s))
         for name, process in self._processes.items():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            if process.poll() is None:
-                process.kill()
-            if process.wait():
+            if process.returncode:
                 self._report_problem("tracker_behind", name, f"{name} may lack the last steps", process)
 
     def _report_problem(self, kind: str, name: str, problem: str, process: subprocess.Popen[bytes]) -> None:
@@ -171,14 +162,7 @@ class Boards:
         print(f"warning: {message}", flush=True)
 
 
-def _start_board(name: str, paths: RunPaths, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    program = [sys.executable, "-m", "bapo_megatron.trainer.records.following"]
-    with paths.tracker_log(name).open("ab") as log:  # in its own session, because Ctrl-C is for the run
-        return subprocess.Popen(
-            [*program, str(paths.root), name, *arguments],
-            env=with_import_path(os.environ),
-            stdin=subprocess.PIPE,
-            stdout=log,
-            bufsize=0,
-            start_new_session=True,
-        )
+def _start_board(name: str, paths: RunPaths, *arguments: str) -> subprocess.Popen[bytes]:
+    program = "bapo_megatron.trainer.records.following", str(paths.root), name
+    with paths.tracker_log(name).open("ab") as log:
+        return start_module(*program, *arguments, stdin=subprocess.PIPE, stdout=log, bufsize=0)

@@ -26,11 +26,12 @@ from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.doubtful import setting_warnings
 from bapo_megatron.errors import Preempted, RunStopped
+from bapo_megatron.runtime.child_process import end_modules, start_module
 from bapo_megatron.runtime.event_kinds import last_turn
 from bapo_megatron.runtime.event_sender import SenderSettings
 from bapo_megatron.runtime.files import others_may_write
 from bapo_megatron.runtime.jsonl_log import EventLog, rows_from_end
-from bapo_megatron.trainer.records.metrics_log import MetricsLog
+from bapo_megatron.trainer.records.metrics_log import MetricsLog, last_wait_s
 from bapo_megatron.trainer.records.progress import Progress, evaluation_line
 from bapo_megatron.types import Metrics, StepHeader
 
@@ -283,9 +284,8 @@ def _means(updates: Sequence[Metrics], expected: Sequence[str]) -> Metrics:
     return means
 
 
-_LAST_S, _LAST_OF_PREEMPTED_S = 30.0, 10.0
-"""Seconds that the end of a run waits for the sender; a preempted job may be killed soon."""
-_ENDING_S = 5.0
+_LAST_S, _ENDING_S = 30.0, 5.0
+"""Seconds that the sender has for the last events, and then to end."""
 
 
 @contextmanager
@@ -316,11 +316,10 @@ def _end_event(error: BaseException) -> dict[str, Any]:
 @contextmanager
 def sending_events(config: RunConfig) -> Iterator[None]:
     """Context manager: a run's event sender process, on rank 0, if ``logging.on_event`` has a target. On exit
-    waits for it up to 30 s, or 10 s after a preemption (plus 5 s), then kills it. Its failure only warns."""
+    waits up to 30 s, or 10 s after Ctrl-C or preemption (plus 5 s), then kills it. Its failure only warns."""
     if not config.logging.on_event:
         yield
         return
-    limit_s = _LAST_S
     try:
         process = _start_sender(config)
     except OSError as error:  # a limit of processes, for example
@@ -329,11 +328,8 @@ def sending_events(config: RunConfig) -> Iterator[None]:
         return
     try:
         yield
-    except Preempted:
-        limit_s = _LAST_OF_PREEMPTED_S
-        raise
     finally:
-        _close_sender(process, limit_s, config)
+        _close_sender(process, last_wait_s(_LAST_S), config)
 
 
 def _start_sender(config: RunConfig) -> subprocess.Popen[bytes]:
@@ -348,12 +344,9 @@ def _start_sender(config: RunConfig) -> subprocess.Popen[bytes]:
         stalled_minutes=logging.stalled_minutes,
     )
     paths.logs.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "bapo_megatron.runtime.event_sender", str(os.getpid())]
+    program = "bapo_megatron.runtime.event_sender", str(os.getpid())
     with paths.on_event_log.open("ab") as log:
-        # Its own session: signals that kill the run must not kill the sender, which reports them.
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
-        )
+        process = start_module(*program, stdin=subprocess.PIPE, stdout=log, stderr=log)
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it has ended, which `_close_sender` tells
         process.stdin.write(order.line())
@@ -363,11 +356,7 @@ def _start_sender(config: RunConfig) -> subprocess.Popen[bytes]:
 
 def _close_sender(process: subprocess.Popen[bytes], limit_s: float, config: RunConfig) -> None:
     """End the sender: send the time limit of its last events, then kill it if it hangs."""
-    with suppress(OSError, subprocess.TimeoutExpired):  # it has ended, or hangs
-        process.communicate(f"{limit_s}\n".encode(), timeout=limit_s + _ENDING_S)
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+    end_modules([process], f"{limit_s}\n".encode(), limit_s + _ENDING_S)
     if process.returncode:
         log = config.paths.on_event_log
         text = f"the process that sends events has ended with {process.returncode}: {log}"

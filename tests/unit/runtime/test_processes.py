@@ -299,9 +299,10 @@ def test_a_command_gets_its_input_and_its_variables_and_is_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("PYTHONPATH", "/users")
+    monkeypatch.setattr(os, "environ", with_import_path(os.environ))
     log = tmp_path / "logs/x.log"
-    words, text = ["sh", "-c", "cat; echo $BAPO_X ${RANK-none} ${MASTER_PORT-none}"], "given\ny z none none\n"
+    words, text = ["sh", "-c", "cat; echo $BAPO_X ${RANK-none} $PYTHONPATH"], "given\ny z none /users\n"
     for append, times in ((False, 1), (True, 2), (False, 1)):  # the log begins anew, or is appended to
         command = UserCommand(words, {"BAPO_X": "y z"}, log, b"given\n", append=append)
         assert command.wait(LIMIT_S) == 0

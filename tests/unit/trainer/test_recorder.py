@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,10 @@ from bapo_megatron.config import (
     SourceConfig,
 )
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
+from bapo_megatron.runtime.child_process import end_modules
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
 from bapo_megatron.trainer.preflight import check_hooks
+from bapo_megatron.trainer.records import recorder
 from bapo_megatron.trainer.records.recorder import (
     MOVED,
     IdleSearch,
@@ -319,24 +321,32 @@ def the_sender() -> psutil.Process:
     return sender
 
 
-@pytest.mark.parametrize("error", [None, Preempted("SIGTERM")])
+@pytest.mark.parametrize(
+    ("error", "end", "wait_s"),
+    [(None, "done", 30), (Preempted("SIGTERM"), "preempted", 10), (KeyboardInterrupt(), "stopped", 10)],
+)
 def test_the_end_event_is_sent_before_the_run_exits(
-    error: Exception | None, config: RunConfig, hook: Webhook, monkeypatch: pytest.MonkeyPatch
+    error: Any, end: str, wait_s: float, config: RunConfig, hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    waited: list[float] = []
+
+    def noted(processes: Any, line: bytes, limit_s: float) -> None:
+        waited.append(float(line))
+        end_modules(processes, line, limit_s)
+
+    monkeypatch.setattr(recorder, "end_modules", noted)
     monkeypatch.setenv("HOOK", hook.url)
     log = Log(config)
     log({"kind": "done"})  # of an earlier time, before there was a target
     config = replace(config, logging=LoggingConfig(on_event=("$HOOK",)))
-    try:
-        with sending_events(config), recorded_end(config, True, log):
-            sender = the_sender()
-            assert "S3CRET" not in " ".join(sender.cmdline())
-            log({"kind": "resume"})
-            if error:
-                raise error
-    except Preempted:
-        pass
-    assert hook.kinds() == ["resume", "preempted" if error else "done"]
+    with suppress(Preempted, KeyboardInterrupt), sending_events(config), recorded_end(config, True, log):
+        sender = the_sender()
+        assert "S3CRET" not in " ".join(sender.cmdline())
+        assert sender.environ()["PYTHONPATH"].split(os.pathsep) == list(filter(None, sys.path))
+        log({"kind": "resume"})
+        if error:
+            raise error
+    assert (hook.kinds(), waited) == (["resume", end], [wait_s])
     assert not sender.is_running()
 
 

@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 
+import numpy as np
+
+from bapo_megatron.algo.advantages import Rewards
 from bapo_megatron.algo.diagnostics import age_metrics
 from bapo_megatron.data.packing import pack_samples, updates_of_step
 from bapo_megatron.data.samples import TrainingBatch, TrainingSample, samples_of
@@ -103,8 +106,10 @@ def training_samples(run: Run, step: int, batch: TrainingBatch) -> Sequence[Sequ
     if algorithm.distillation.enabled:
         check_teacher_log_probs(step, batch.header)
     sources, routes = config.data.source_names, config.rollout.route_replay
+    # With a penalty in the reward, `with_reference` computes the advantages.
+    advantage = _none_yet if algorithm.reference_kl.in_reward else run.advantage
     groups: Sequence[Sequence[TrainingSample]] = samples_of(
-        batch, run.advantage, sources, routes, algorithm.branch_reward
+        batch, advantage, sources, routes, algorithm.branch_reward
     )
     if algorithm.old_log_probs == "trainer":
         cap, level = algorithm.importance_cap, algorithm.importance_level
@@ -115,6 +120,10 @@ def training_samples(run: Run, step: int, batch: TrainingBatch) -> Sequence[Sequ
         shares = run.advantage, algorithm.branch_reward
         groups = with_reference(run.policy, groups, batch.header, penalty, pack, *shares)
     return groups
+
+
+def _none_yet(rewards: Rewards) -> np.ndarray:
+    return np.zeros_like(rewards.reward_N)
 
 
 def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: int) -> Metrics:

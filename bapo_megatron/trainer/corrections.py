@@ -64,11 +64,8 @@ def with_old_log_probs(
     none). ``level``: one weight per token or per response. One forward pass, in which each rank computes its
     own packs. Equal on every rank, because later updates shuffle the groups over the ranks. Collective."""
     samples = [sample for group in groups for sample in group]
-    if not samples:
-        return []
     compute = partial(policy.log_probs, trained_only=True)
     old_log_probs = response_log_probs(policy, samples, pack_tokens, compute)
-    _finite(float(old_R.sum()) for old_R in old_log_probs)
     changes = (partial(_with_old, old_log_probs_R=old_R, cap=cap, level=level) for old_R in old_log_probs)
     return [[sample.changed(next(changes)) for sample in group] for group in groups]
 
@@ -165,13 +162,13 @@ def _mean_gaps(
     return [float(mean) for mean in sequence_means(sums).tolist()]
 
 
-def _finite(values: Iterable[float]) -> list[float]:
+def _finite(values: Iterable[float], model: str = "the model") -> list[float]:
     """Return the values; raise FloatingPointError, on every rank, if one is infinite or NaN. Otherwise its
-    response would be rejected, and broken weights would go unnoticed."""
+    response would be rejected, and broken weights of ``model`` would go unnoticed."""
     numbers = list(values)
     if not all(map(math.isfinite, numbers)):
         raise FloatingPointError(
-            "the log-probs of a response are not finite: the model's weights have overflowed"
+            f"the log-probs of a response are not finite: the weights of {model} have overflowed"
         )
     return numbers
 
@@ -185,9 +182,13 @@ def response_log_probs(
     samples: Sequence[TrainingSample],
     pack_tokens: int,
     compute: Callable[[Sequence[MicroBatch]], list[TokenStats]],
+    model: str = "the model",
 ) -> list[np.ndarray]:
-    """Return each response's log-probs by ``compute``, a policy pass: float32 [R], 0 outside the loss mask.
-    Each rank computes its own packs; the result is equal on all ranks. Collective."""
+    """Return each response's log-probs by ``compute``, a pass of ``model``: float32 [R], 0 outside the loss
+    mask. Each rank computes its own packs; the result is equal on all ranks. Collective. Raises
+    FloatingPointError, on every rank, if one is not finite."""
+    if not samples:
+        return []
     packs = pack_samples(samples, pack_tokens, layout=policy.pack_layout)
     ends = np.cumsum([sample.response_tokens for sample in samples])
     found_N = torch.zeros(int(ends[-1]))
@@ -199,7 +200,9 @@ def response_log_probs(
                 trained_R = torch.where(pack.mask_T[part] > 0, stats.log_prob_T[part], 0.0)
                 found_N[ends[index] - tokens : ends[index]] = trained_R
     # One replica has a sample's log-probs, the others have zeros: the sum is exact.
-    return np.split(policy.sum_over_replicas(found_N).numpy(), ends[:-1])
+    columns = np.split(policy.sum_over_replicas(found_N).numpy(), ends[:-1])
+    _finite((float(column_R.sum()) for column_R in columns), model)
+    return columns
 
 
 def _with_old(

@@ -24,6 +24,7 @@ import torch
 from bapo_megatron.algo.advantages import Advantage, BranchReward, Rewards, branch_advantages
 from bapo_megatron.algo.reference_kl import response_penalty
 from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
+from bapo_megatron.checkpoint.run_directory import has_steps
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.samples import Sample, TrainingSample
 from bapo_megatron.errors import ConfigError, RunStopped
@@ -84,7 +85,7 @@ def store_reference(paths: RunPaths, record: ReferenceRecord) -> None:
 def _read(paths: RunPaths) -> ReferenceRecord | None:
     """Return the record of a run; None without one, or before the first finished step, until when settings
     may change (``run_directory.check_same_run``)."""
-    if not paths.reference.exists() or not paths.metrics.exists() or paths.metrics.stat().st_size == 0:
+    if not paths.reference.exists() or not has_steps(paths.root):
         return None
     return ReferenceRecord(**json.loads(paths.reference.read_text()))
 
@@ -105,13 +106,9 @@ def with_reference(
     Equal on every rank. Collective. Raises FloatingPointError, on every rank, for non-finite log-probs.
     """
     samples = [sample for group in groups for sample in group]
-    if not samples:
-        return [list(group) for group in groups]
     # Without routes: the reference is a separate policy, which chooses its own experts.
     own = [sample.without_routes() for sample in samples]
-    columns = response_log_probs(policy, own, pack_tokens, policy.reference_log_probs)
-    if not all(np.isfinite(column_R).all() for column_R in columns):
-        raise FloatingPointError("log-probs of the reference policy are not finite: its weights are broken")
+    columns = response_log_probs(policy, own, pack_tokens, policy.reference_log_probs, "the reference")
     changes = (partial(_with_column, column_R=column_R) for column_R in columns)
     referred = [[item.changed(next(changes)) for item in group] for group in groups]
     if not config.in_reward:

@@ -64,14 +64,21 @@ def check_run(config: RunConfig, read_dataset: bool = True, fork: ForkSource | N
         check()
 
 
+def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
+    """Preflight of a ``--rollout-only`` run, which has no layout: raise ConfigError for the first problem."""
+    for check in run_checks(config, read_dataset, samples_only=True):
+        check()
+
+
 def run_checks(
-    config: RunConfig, read_dataset: bool = True, fork: ForkSource | None = None
+    config: RunConfig, read_dataset: bool = True, fork: ForkSource | None = None, samples_only: bool = False
 ) -> Iterator[Callable[[], object]]:
-    """Yield the checks of ``check_run``, dataset reads last; do not call the others if the first fails."""
+    """Yield the checks of ``check_run``, dataset reads last; do not call the others if the first fails.
+    ``samples_only``: those of ``check_rollout_only``."""
 
     @cache
     def tokenizer() -> Any:
-        return check_model(config.model, config.parallel)
+        return check_model(config.model, ParallelConfig() if samples_only else config.parallel)
 
     @cache
     def tools() -> dict[str, Tools]:
@@ -81,17 +88,19 @@ def run_checks(
     yield lambda: check_new_run(config)
     yield lambda: check_logging(config.logging)
     yield lambda: check_functions(config, config.reward_functions)
-    yield lambda: checked_loss(config)
     yield lambda: check_advantage(config.algorithm, config.rollout.group_size)
-    yield lambda: check_masks(config.algorithm)
-    yield lambda: check_terms(config.algorithm)
+    if not samples_only:
+        yield lambda: checked_loss(config)
+        yield lambda: check_masks(config.algorithm)
+        yield lambda: check_terms(config.algorithm)
     yield lambda: check_teacher(config)
     yield tokenizer
     yield lambda: _check_context(config)
-    yield lambda: check_reference(config, tokenizer())
-    yield lambda: check_fork(config, fork)
-    yield lambda: check_same_run(config)
-    yield lambda: _check_engine(config)
+    if not samples_only:
+        yield lambda: check_reference(config, tokenizer())
+        yield lambda: check_fork(config, fork)
+    yield lambda: check_same_run(config, samples_only)
+    yield lambda: _check_engine(config, samples_only)
     yield lambda: check_route_replay(config.rollout, config.model)
     if read_dataset:
         yield lambda: check_hooks(config.checkpoint, config.logging)
@@ -107,28 +116,6 @@ def run_checks(
             config.data, config.reward.function, tokenizer(), tools(), has_steps(config.directory)
         )
         yield lambda: load_suites(config, tokenizer(), tools())
-
-
-def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
-    """Preflight of a ``--rollout-only`` run, which has no layout: raise ConfigError for the first problem."""
-    config.check()
-    check_new_run(config)
-    check_logging(config.logging)
-    check_functions(config, config.reward_functions)
-    check_advantage(config.algorithm, config.rollout.group_size)
-    check_teacher(config)
-    tokenizer = check_model(config.model, ParallelConfig())
-    _check_context(config)
-    check_same_run(config, samples_only=True)
-    backend = engine_backend(config.rollout.engine)
-    backend.check(config.rollout, _gpus())
-    backend.check_weights(config.model.hf_path)
-    check_route_replay(config.rollout, config.model)
-    if read_dataset:
-        check_hooks(config.checkpoint, config.logging)
-        _check_sandbox(config)
-        tools = check_environments(config, tokenizer, has_steps(config.directory))
-        load_problems(config.data, config.reward.function, tokenizer, tools, has_steps(config.directory))
 
 
 def check_new_run(config: RunConfig) -> None:
@@ -255,11 +242,12 @@ def _check_context(config: RunConfig) -> None:
             )
 
 
-def _check_engine(config: RunConfig) -> None:
+def _check_engine(config: RunConfig, samples_only: bool = False) -> None:
     backend, parallel = engine_backend(config.rollout.engine), config.parallel
     if config.rollout.replay is None:
         gpus = _gpus()
-        training = data_parallel_size(parallel, launched_world_size()) * parallel.model_size if gpus else 0
+        trains = gpus and not samples_only
+        training = data_parallel_size(parallel, launched_world_size()) * parallel.model_size if trains else 0
         backend.check(config.rollout, gpus, training)
 
 

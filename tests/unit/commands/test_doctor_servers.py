@@ -263,11 +263,11 @@ def test_a_check_that_raises_is_one_problem(
     fields: dict[str, Any],
     problem: str,
 ) -> None:
-    def raises(_config: object) -> None:
+    def raises(*_: object) -> None:
         raise error
 
     monkeypatch.setattr("bapo_megatron.trainer.preflight.check_same_run", raises)
-    monkeypatch.setattr("bapo_megatron.trainer.preflight._check_engine", lambda _config: None)
+    monkeypatch.setattr("bapo_megatron.trainer.preflight._check_engine", lambda *_: None)
     assert list(problems_of(demo(**fields), [])) == [problem]
 
 

@@ -16,7 +16,7 @@ import json
 import os
 import signal
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, i
 from bapo_megatron.runtime.files import remove_folder, sha256_of, sync_file, sync_folder, write_atomically
 from bapo_megatron.runtime.run_paths import (
     MANIFEST,
+    POLICY,
     TRAINER_STATE,
     Moment,
     RunPaths,
@@ -86,21 +87,19 @@ class CheckpointStore:
         self.newest = newest
         """Newest checkpoint that was begun or that the run continues from."""
 
-    def begin(
-        self, moment: Moment, folders: Mapping[str, Callable[[Path], Saving]], trainer: dict[str, Any]
-    ) -> None:
+    def begin(self, moment: Moment, save: Callable[[Path], Saving], trainer: dict[str, Any]) -> None:
         """Begin the asynchronous save of the checkpoint of ``moment``; the previous save must be finalized.
-        ``folders``: for each folder name the function that begins to write it. ``trainer``: content of
-        trainer.json. Older checkpoints stay if the save fails."""
+        ``save``: begins to write the policy into a folder. ``trainer``: content of trainer.json. Older
+        checkpoints stay if the save fails."""
         assert self._pending is None, "finalize the checkpoint before"
         final = self._paths.checkpoint(*moment)
         temporary = final.with_name(f".{final.name}.{broadcast_from_main(uuid.uuid4().hex[:8])}.tmp")
         with writing(f"the checkpoint of step {moment[0]}", final):
             _on_main(lambda: self._make_empty(temporary))  # all ranks wait: they write into the folder next
             _on_main(lambda: write_atomically(temporary / TRAINER_STATE, json.dumps(trainer, indent=2)))
-            savings = [write(temporary / name) for name, write in folders.items()]
+            saving = save(temporary / POLICY)
         about = {"step": moment[0], "updates": moment[1], "code_version": __version__}
-        self._pending, self.newest = _PendingCheckpoint(savings, temporary, final, about), moment
+        self._pending, self.newest = _PendingCheckpoint(saving, temporary, final, about), moment
 
     def finalize(self, wait: bool) -> Saved | None:
         """Complete the pending save if all ranks have written their parts (``wait``: once they have), and
@@ -161,12 +160,10 @@ class _PendingCheckpoint:
     Poll ``advance`` until it returns True: the checkpoint is then on disk under its name. ``advance`` raises
     write errors, on rank 0 first. A process that ends earlier leaves a hidden folder."""
 
-    def __init__(
-        self, savings: Sequence[Saving], temporary: Path, final: Path, about: dict[str, Any]
-    ) -> None:
-        """``savings``: background write of each folder in ``temporary``, which is renamed to ``final``.
+    def __init__(self, saving: Saving, temporary: Path, final: Path, about: dict[str, Any]) -> None:
+        """``saving``: background write of the policy in ``temporary``, which is renamed to ``final``.
         ``about``: manifest fields besides the files."""
-        self._savings, self._temporary, self.final = savings, temporary, final
+        self._saving, self._temporary, self.final = saving, temporary, final
         self._about = about
         self._began = perf_counter()
         self.seconds = 0.0
@@ -176,9 +173,9 @@ class _PendingCheckpoint:
     def advance(self) -> bool:
         """Advance the save as far as possible without waiting; return whether it is complete. Collective."""
         if self._digests is None:
-            if not _on_every_rank(all(saving.is_written() for saving in self._savings)):
+            if not _on_every_rank(self._saving.is_written()):
                 return False
-            self._finish_parts()
+            self._finish_save()
             dist.barrier()  # rank 0 has written the metadata: now all files are there
             mine = _files_of_all_ranks(self._temporary)[dist.get_rank() :: dist.get_world_size()]
             self._digests = self._thread.submit(self._sync_and_digest, mine)
@@ -191,13 +188,12 @@ class _PendingCheckpoint:
         _on_main(lambda: self._publish({**self._about, "files": digest_of}))
         return True
 
-    def _finish_parts(self) -> None:
-        """Finish the write of each folder; errors are raised on rank 0 first (see ``_RANK_0_FIRST_S``)."""
+    def _finish_save(self) -> None:
+        """Finish the write of the policy; errors are raised on rank 0 first (see ``_RANK_0_FIRST_S``)."""
         from torch.distributed.checkpoint.api import CheckpointException  # takes a second, with sympy
 
         try:
-            for saving in self._savings:
-                saving.finish()
+            self._saving.finish()
         except CheckpointException as error:
             if not error.failures:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # sent once rank 0 has failed

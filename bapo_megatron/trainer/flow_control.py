@@ -23,7 +23,7 @@ from bapo_megatron.evaluation.scoring import evaluation_metrics
 from bapo_megatron.interfaces import Need, Sampler
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.runtime.distributed import broadcast_from_main, on_all_ranks
-from bapo_megatron.runtime.run_paths import POLICY, Moment
+from bapo_megatron.runtime.run_paths import Moment
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.records.metrics_log import kept_score
 from bapo_megatron.trainer.resume import PartialStep
@@ -125,7 +125,7 @@ def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) ->
         "within": partial,
         "certificate": state_fingerprint(run.config, run.policy, sampler),
     }
-    run.checkpoints.begin(_moment(step, partial), {POLICY: run.policy.save}, state)
+    run.checkpoints.begin(_moment(step, partial), run.policy.save, state)
     if not run.config.checkpoint.background:
         finalize_checkpoint(run, wait=True)
     if run.recorder:

@@ -287,7 +287,7 @@ def _save_from_two_nodes(run: Path) -> dict[str, Any]:
         return Written()
 
     store = CheckpointStore(RunPaths(run), CheckpointConfig())
-    store.begin((10, 0), {"policy": write}, {"version": 40})
+    store.begin((10, 0), write, {"version": 40})
     dist.barrier()
     os.scandir = lambda path: _WithoutNewNames(real(path), f"__{1 - rank}_")  # type: ignore[assignment, return-value]
     try:

@@ -41,7 +41,7 @@ def save(
     store: CheckpointStore, step: int, policy: Callable[[Path], Saving], trainer: dict[str, Any]
 ) -> None:
     """Begin and end."""
-    store.begin((step, 0), {"policy": policy}, trainer)
+    store.begin((step, 0), policy, trainer)
     assert store.finalize(wait=True) is not None
 
 

@@ -272,10 +272,9 @@ def test_an_empty_folder_is_no_new_run_if_a_checkpoint_is_on_record(tmp_path: Pa
 
 
 def test_training_continues_while_a_checkpoint_is_written(store: CheckpointStore) -> None:
-    """All of its folders must be written, and are in its manifest."""
+    """The policy must be written, and is in its manifest."""
     saving = Slow()
-    folders = {"policy": write_policy(b"x"), "more": lambda path: (write_policy(b"slow")(path), saving)[1]}
-    store.begin((30, 0), folders, {})
+    store.begin((30, 0), lambda path: (write_policy(b"slow")(path), saving)[1], {})
     for _ in range(3):
         assert store.finalize(wait=False) is None
         assert latest_of(store).step == 20
@@ -285,12 +284,12 @@ def test_training_continues_while_a_checkpoint_is_written(store: CheckpointStore
     assert (saved.step, saved.updates) == (30, 0)
     assert store.finalize(wait=True) is None
     assert latest_of(store).step == 30
-    (folder_of(store) / "step_000030/more/deep/weights.bin").write_bytes(b"less")
+    (folder_of(store) / "step_000030/policy/deep/weights.bin").write_bytes(b"less")
     assert latest_of(store).step == 20
 
 
 def test_one_within_a_step_comes_after_the_step_before_and_before_its_own(store: CheckpointStore) -> None:
-    store.begin((20, 3), {"policy": write_policy(b"within")}, {"within": 1})
+    store.begin((20, 3), write_policy(b"within"), {"within": 1})
     store.finalize(wait=True)
     latest = latest_of(store)
     assert latest is not None

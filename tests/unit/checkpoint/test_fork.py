@@ -48,7 +48,7 @@ def parent(tmp_path: Path) -> Path:
     store = CheckpointStore(RunPaths(run), CheckpointConfig(keep_last=0))
     for step in (10, 20):
         save(store, step, write_policy(b"weights of %d" % step), {"version": step * 4})
-    store.begin((20, 3), {"policy": write_policy(b"half a step")}, {})
+    store.begin((20, 3), write_policy(b"half a step"), {})
     store.finalize(wait=True)
     return run
 

@@ -368,10 +368,10 @@ def run_with(owner: Owner) -> Run:
 
 def test_the_loop_offers_what_is_whole(owner: Owner, policy: Path, halted: psutil.Process) -> None:
     run = run_with(owner)
-    owner.store.begin((20, 0), {"policy": copy_of(policy)}, {})
+    owner.store.begin((20, 0), copy_of(policy), {})
     finalize_checkpoint(run, wait=True)  # returns, though the export of step 10 does not continue
     assert owner.exports.is_using(20)
-    owner.store.begin((20, 2), {"policy": copy_of(policy)}, {})
+    owner.store.begin((20, 2), copy_of(policy), {})
     finalize_checkpoint(run, wait=True)
     assert owner.kinds() == [("export_started", 10)]
     assert owner.checkpoints() == ["step_000010", "step_000020", "step_000020_update_002"]

@@ -22,7 +22,6 @@ from bapo_megatron.algo.diagnostics import age_metrics
 from bapo_megatron.data.packing import pack_samples, updates_of_step
 from bapo_megatron.data.samples import TrainingBatch, TrainingSample, samples_of
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
-from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checks import (
     check_stored_routes,
@@ -149,8 +148,17 @@ def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: i
         policy.pack_layout,
         config.rollout.max_response_tokens,
     )
-    metrics = optimize(run, packs, on_policy)
-    return {"version": policy.version, **metrics, **corrections, **ages}
+    result = policy.update(packs, run.update_loss.loss(policy, packs, on_policy))
+    return {
+        "version": policy.version,
+        **run.update_loss.metrics(result.sums, on_policy),
+        "policy/grad_norm": result.grad_norm,
+        "policy/lr": result.learning_rate,
+        **expert_metrics(result.experts),
+        **route_metrics(result.routes),
+        **corrections,
+        **ages,
+    }
 
 
 def _no_update(run: Run, corrections: Metrics) -> Metrics:
@@ -158,19 +166,6 @@ def _no_update(run: Run, corrections: Metrics) -> Metrics:
     (0) and the corrections'. No optimizer step: policy, version, optimizer and schedule stay unchanged."""
     names = [*update_names(run), "policy/grad_norm", "policy/lr"]
     return {"version": run.policy.version, **dict.fromkeys(names), "policy/tokens": 0.0, **corrections}
-
-
-def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool) -> Metrics:
-    """Make one optimizer step on ``packs``, this rank's micro-batches; return the update's metrics."""
-    loss, _ = run.update_loss.loss(run.policy, packs, on_policy)
-    result = run.policy.update(packs, loss)
-    return {
-        **run.update_loss.metrics(result.sums, on_policy),
-        "policy/grad_norm": result.grad_norm,
-        "policy/lr": result.learning_rate,
-        **expert_metrics(result.experts),
-        **route_metrics(result.routes),
-    }
 
 
 def _record(run: Run, step: int, header: StepHeader, updates: Sequence[Metrics], clock: StepClock) -> None:

@@ -273,7 +273,7 @@ def our_answer(config: Any, policy: Any, what: str, batch: Batch) -> Any:
     ]
     packs = pack_samples(samples, config.batch.pack_tokens, "token", policy.pack_layout)
     if what == "loss":
-        loss, _ = UpdateLoss(config.algorithm).loss(policy, packs, on_policy=False)
+        loss = UpdateLoss(config.algorithm).loss(policy, packs, on_policy=False)
         return float(policy.token_sums(packs, loss)[0]) / batch.old_log_probs.size
     log_probs = np.zeros_like(batch.old_log_probs)
     for pack, stats in zip(packs, policy.log_probs(packs), strict=True):

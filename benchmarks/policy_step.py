@@ -89,7 +89,7 @@ def of_policy(policy: MegatronPolicy, samples: Sequence[Sample], size: Size) -> 
     packs = pack_samples(samples, size.pack, "token", policy.pack_layout)
 
     def step() -> None:
-        loss, _ = clipping.loss(policy, packs, on_policy=False)
+        loss = clipping.loss(policy, packs, on_policy=False)
         clipping.observe(policy.update(packs, loss).sums)
 
     return step

@@ -85,7 +85,7 @@ def updates(policy: MegatronPolicy, way: Way, size: Size) -> Callable[[], object
     packs = pack_samples(size.batch, size.pack, "token", policy.pack_layout)
 
     def update() -> None:
-        loss, _ = clipping.loss(policy, packs, way.on_policy)
+        loss = clipping.loss(policy, packs, way.on_policy)
         clipping.observe(policy.update(packs, loss).sums)
 
     return update

@@ -84,10 +84,8 @@ class UpdateLoss:
         """Result of the last update's search (the clipping bounds); None without one or with one per pack."""
         self._papo = PapoSchedule(config.polarity) if config.polarity.enabled else None
 
-    def loss(
-        self, policy: Policy, packs: Sequence[MicroBatch], on_policy: bool
-    ) -> tuple[TokenFn | SearchedLoss, Any]:
-        """Return the loss of an update on ``packs``, and its search result if the search precedes the passes.
+    def loss(self, policy: Policy, packs: Sequence[MicroBatch], on_policy: bool) -> TokenFn | SearchedLoss:
+        """Return the loss of an update on ``packs``; ``found`` is set if the search precedes the passes.
         ``on_policy``: on all ranks the present weights are pi_old, the ratio's denominator, for every token
         of the update: they sampled it, or the trainer computed pi_old with them. Collective."""
         search, self.found = self._search, None
@@ -101,22 +99,22 @@ class UpdateLoss:
             return make(self.found)
 
         if search is None:
-            return make(None), None
+            return make(None)
         measure = self._weighted(search.measure)
         if search.known is not None:  # in any scope, fixed bounds need no sums
             self.found = search.known
-            return make(search.known), search.known
+            return make(search.known)
         if search.scope == "micro_batch":
-            return SearchedLoss(measure, lambda sums: make(search.find(sums)), "micro_batch"), None
+            return SearchedLoss(measure, lambda sums: make(search.find(sums)), "micro_batch")
         if search.scope == "lagged" and self._previous is not None:
             sums = self._previous
         elif on_policy and self._known_ratio and self._papo is None:
             sums = policy.old_sums(packs, measure)
         elif self._hold:
-            return SearchedLoss(measure, make_and_keep, "update"), None
+            return SearchedLoss(measure, make_and_keep, "update")
         else:
             sums = policy.token_sums(packs, measure)
-        return make_and_keep(sums), self.found
+        return make_and_keep(sums)
 
     def metrics(self, sums: Tensor, on_policy: bool) -> Metrics:
         """Return the metrics of an update from its reduced vector ``sums``, and ``observe`` it: call once.

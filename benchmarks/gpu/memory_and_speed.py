@@ -74,7 +74,7 @@ def of_mode(size: Size, path: Path, batch: BatchConfig) -> Iterator[Row]:
     clipping = UpdateLoss(AlgorithmConfig(bounds=eq8_literal()))
 
     def update() -> None:
-        loss, _ = clipping.loss(policy, packs, on_policy=True)
+        loss = clipping.loss(policy, packs, on_policy=True)
         policy.update(packs, loss)
 
     def search() -> None:

@@ -148,7 +148,7 @@ def measured(size: Size, config: RunConfig, folder: Path) -> Iterator[tuple[str,
     clipping = UpdateLoss(config.algorithm)
     for number in (1, 2):
         with phase(f"bounds search {number}"):
-            loss: Any = clipping.loss(policy, packs, on_policy=False)[0]
+            loss: Any = clipping.loss(policy, packs, on_policy=False)
         with phase(f"update {number}"):
             policy.update(packs, loss)
         for name in (f"bounds search {number}", f"update {number}"):

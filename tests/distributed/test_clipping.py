@@ -63,10 +63,9 @@ def answer(
     }
     metrics, norms = [], []
     for _ in range(updates):
-        loss, found = clipping.loss(policy, packs, on_policy=False)
-        result = policy.update(packs, loss)
+        result = policy.update(packs, clipping.loss(policy, packs, on_policy=False))
         weights = clipping.observe(result.sums)
-        metrics.append({**clipping.objective.metrics(result.sums, found), **weights})
+        metrics.append({**clipping.objective.metrics(result.sums, clipping.found), **weights})
         norms.append(result.grad_norm)
     return Answer(metrics, norms, log_probs, policy.pack_layout)
 

@@ -307,5 +307,5 @@ def gradients_of(
     before = {name: tensor.float().clone() for name, tensor in policy.hf_weights()}
     packs = pack_samples(samples, 96, "sequence", policy.pack_layout)
     clipping = UpdateLoss(AlgorithmConfig(bounds=BOUNDS), hold)
-    policy.update(packs, clipping.loss(policy, packs, on_policy=False)[0])
+    policy.update(packs, clipping.loss(policy, packs, on_policy=False))
     return {name: (before[name] - tensor.float()) / lr for name, tensor in policy.hf_weights()}

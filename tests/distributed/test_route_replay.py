@@ -196,7 +196,7 @@ def metrics_of(folder: Path, samples: list[Sample]) -> dict[str, tuple[Metrics, 
             )
             packs = pack_samples(change(samples), 96, "token", policy.pack_layout)
             clipping = UpdateLoss(AlgorithmConfig(bounds=BOUNDS), hold)
-            result = policy.update(packs, clipping.loss(policy, packs, on_policy=False)[0])
+            result = policy.update(packs, clipping.loss(policy, packs, on_policy=False))
             norms.append(result.grad_norm)
         found[name] = route_metrics(result.routes), norms
     return found

@@ -75,11 +75,11 @@ def test_a_loss_without_a_search_makes_no_pass_and_is_reweighted_by_papo() -> No
     clipping = UpdateLoss(algorithm(polarity=PapoConfig(True, memory=0.0, target_entropy=4.0)))
     losses = []
     for _ in range(2):
-        loss, found = clipping.loss(policy, PACKS, False)
+        loss = clipping.loss(policy, PACKS, False)
         sums = policy.sums(PACKS, loss)
         clipping.observe(sums)
         losses.append(float(sums[0]))
-    assert (found, policy.calls) == (None, [])
+    assert (clipping.found, policy.calls) == (None, [])
     first, second = -1.2 * (LN2 - 1), 3.6 * (LN2 - 2)
     assert losses == pytest.approx([first + second, 1.5 * first + 0.5 * second])
 
@@ -176,15 +176,15 @@ def test_another_losss_search_has_the_same_scopes(
     """All tokens at ratio 2: the factor is 2, or 1 where the ratio is taken as known."""
     policy: Any = NotedPolicy()
     clipping = UpdateLoss(AlgorithmConfig(loss=f"{__name__}:SharedFactor", **rest), hold)
-    loss, found = clipping.loss(policy, PACKS, on_policy)
-    assert found == (None if hold else pytest.approx(factor))
+    loss = clipping.loss(policy, PACKS, on_policy)
+    assert clipping.found == (None if hold else pytest.approx(factor))
     assert policy.calls == passes
     if isinstance(loss, SearchedLoss):
         loss = loss.loss_of(policy.sums(PACKS, loss.measure))
     sums = policy.sums(PACKS, loss)
     assert clipping.objective.search_sums(sums).tolist() == pytest.approx([2.0, 4.0])
     value = -factor * float((PACKS[0].advantage_T * (PACKS[0].old_log_prob_T + LN2)).sum())
-    assert clipping.objective.metrics(sums, found)["policy/loss"] == pytest.approx(value / 2)
+    assert clipping.objective.metrics(sums, None)["policy/loss"] == pytest.approx(value / 2)
 
 
 def test_registered_names_of_losses() -> None:

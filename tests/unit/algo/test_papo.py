@@ -147,10 +147,10 @@ def test_search_and_loss_see_the_weights_of_the_updates_before() -> None:
     policy, clipping = NotedPolicy(0.0), UpdateLoss(algorithm())
     shares, losses, logs = [], [], []
     for _ in range(2):
-        loss, found = clipping.loss(policy, [BATCH], on_policy=True)  # type: ignore[arg-type]
+        loss = clipping.loss(policy, [BATCH], on_policy=True)  # type: ignore[arg-type]
         sums = loss(ALIKE, BATCH)  # type: ignore[operator]
         logs.append(clipping.observe(sums))
-        shares.append(found.bounds.contribution)
+        shares.append(clipping.found.bounds.contribution)
         losses.append(float(sums[0]))
     assert policy.calls == ["token_sums", "token_sums"]  # a known ratio does not tell the entropies
     assert shares == pytest.approx([0.5, 3.5 / 6])
@@ -166,9 +166,9 @@ def test_off_means_untouched() -> None:
     """The very functions and passes of before, and nothing to keep."""
     config = AlgorithmConfig(bounds=balanced())
     policy, clipping = NotedPolicy(0.0), UpdateLoss(config)
-    loss, found = clipping.loss(policy, [BATCH], on_policy=True)  # type: ignore[arg-type]
+    loss = clipping.loss(policy, [BATCH], on_policy=True)  # type: ignore[arg-type]
     assert policy.calls == ["old_sums"]
     sums = loss(ALIKE, BATCH)  # type: ignore[operator]
-    assert torch.equal(sums, loss_fn(found, balanced(), policy.version)(ALIKE, BATCH))
+    assert torch.equal(sums, loss_fn(clipping.found, balanced(), policy.version)(ALIKE, BATCH))
     assert clipping.observe(sums) == {}
     assert clipping.state() is None

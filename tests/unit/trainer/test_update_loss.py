@@ -69,10 +69,10 @@ def test_bounds_and_the_passes_that_they_need(
     bounds: BoundsConfig, rest: Any, on_policy: bool, passes: list[str], found: tuple[float, float]
 ) -> None:
     policy: Any = NotedPolicy()
-    loss, ours = UpdateLoss(AlgorithmConfig(bounds=bounds, **rest)).loss(policy, PACKS, on_policy)
+    update_loss = UpdateLoss(AlgorithmConfig(bounds=bounds, **rest))
+    assert not isinstance(update_loss.loss(policy, PACKS, on_policy), SearchedLoss)
     assert policy.calls == passes
-    assert not isinstance(loss, SearchedLoss)
-    assert (ours.bounds.low, ours.bounds.high) == found
+    assert (update_loss.found.bounds.low, update_loss.found.bounds.high) == found
 
 
 @pytest.mark.parametrize("bounds", [BoundsConfig(), balanced()])
@@ -89,18 +89,19 @@ def test_log_probs_that_are_not_finite_end_the_search_as_a_floating_point_error(
 def test_a_mask_that_is_the_loss_is_measured(old: Any, source: str, moment: float) -> None:
     """Of M2PO: at ratio 2 engine and trainer differ, which the loss must see."""
     policy: Any = NotedPolicy()
-    _, found = UpdateLoss(AlgorithmConfig(loss="m2po", old_log_probs=old)).loss(policy, PACKS, on_policy=True)
+    update_loss = UpdateLoss(AlgorithmConfig(loss="m2po", old_log_probs=old))
+    update_loss.loss(policy, PACKS, on_policy=True)
     assert policy.calls == [source]
-    assert found.moment == pytest.approx(moment)
+    assert update_loss.found.moment == pytest.approx(moment)
 
 
 @pytest.mark.parametrize(("scope", "hold"), [("update", True), ("micro_batch", False)])
 def test_the_update_may_search_by_itself(scope: Any, hold: bool) -> None:
     policy: Any = NotedPolicy()
     config = AlgorithmConfig(bounds=replace(balanced(), scope=scope))
-    loss, found = UpdateLoss(config, hold).loss(policy, PACKS, False)
+    loss = (update_loss := UpdateLoss(config, hold)).loss(policy, PACKS, False)
     assert isinstance(loss, SearchedLoss)
-    assert (loss.over, found, policy.calls) == (scope, None, [])
+    assert (loss.over, update_loss.found, policy.calls) == (scope, None, [])
     sums = policy.sums(PACKS, loss.loss_of(policy.sums(PACKS, loss.measure)))
     assert float(sums[0]) == pytest.approx(0.0, abs=1e-6)  # bounds (0.6, 2.05): minus (2 - 2)
 
@@ -108,7 +109,7 @@ def test_the_update_may_search_by_itself(scope: Any, hold: bool) -> None:
 def trained(policy: Any) -> tuple[UpdateLoss, Any]:
     """The loss of a run with lagged bounds after its first update, and what that one found."""
     update_loss = UpdateLoss(LAGGED)
-    loss, first = update_loss.loss(policy, PACKS, False)
+    loss, first = update_loss.loss(policy, PACKS, False), update_loss.found
     assert update_loss.state() is None
     update_loss.observe(policy.sums(PACKS, loss))
     assert policy.calls == ["token_sums"]
@@ -138,9 +139,9 @@ def test_lagged_bounds_are_those_of_the_update_before() -> None:
             resumed = UpdateLoss(LAGGED)
             resumed.load_state(state)
             assert resumed.state() == update_loss.state()
-        _, found = resumed.loss(policy, other, state is None)
+        resumed.loss(policy, other, state is None)
         assert policy.calls == []
-        assert found.bounds == first.bounds
+        assert resumed.found.bounds == first.bounds
     exact = UpdateLoss(AlgorithmConfig(bounds=balanced()))
     exact.observe(torch.zeros(500))
     assert exact.state() is None, "only lagged bounds keep anything"
@@ -155,9 +156,10 @@ def test_lagged_sums_are_of_their_candidates_alone(changed: dict[str, float]) ->
     fresh, resumed = UpdateLoss(config), UpdateLoss(config)
     resumed.load_state(stored(before))
     other = [pack([3.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [7, 7])]
-    expected, found = (one.loss(policy, other, False)[1] for one in (fresh, resumed))
+    for one in (fresh, resumed):
+        one.loss(policy, other, False)
     assert policy.calls == ["token_sums", "token_sums"]
-    assert found.bounds == expected.bounds
+    assert resumed.found.bounds == fresh.found.bounds
 
 
 def step(version: int = 8, **algorithm: Any) -> tuple[list[dict[str, float | None]], NotedPolicy]:

@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +34,7 @@ from typing import Any
 
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.child_process import UserCommand, command_words, start_module
+from bapo_megatron.runtime.event_kinds import OnEvent
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.processes import die_with_parent
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_leftovers, step_name
@@ -46,9 +47,6 @@ _CLEANING_S = 20.0
 _NICENESS = 19
 """Lowest CPU priority; the kernel derives the disk priority from it."""
 _THREADS = 2
-
-OnEvent = Callable[[dict[str, Any]], None]
-"""Records an event: its kind and fields."""
 
 
 class StepExports:

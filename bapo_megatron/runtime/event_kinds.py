@@ -7,12 +7,15 @@ neither shown nor sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from bapo_megatron.errors import printable
+
+OnEvent = Callable[[dict[str, Any]], None]
+"""Records an event: its kind and fields."""
 
 MOST_TEXT = 1000
 """Most characters of an event's text; chat services cut longer ones."""

@@ -15,11 +15,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import exit_text
 from bapo_megatron.runtime.device import environment_variable
+from bapo_megatron.runtime.event_kinds import OnEvent
 from bapo_megatron.runtime.exit_codes import SIGNALS, handling, stop_at_once
 from bapo_megatron.runtime.run_paths import JOB_END
 
@@ -52,7 +52,7 @@ class PreemptionSignal:
     def __init__(self) -> None:
         self._reason: str | None = None
         self._job_end = JobEnd()
-        self.record: Callable[[dict[str, Any]], None] = lambda _event: None
+        self.record: OnEvent = lambda _event: None
         """Records the event `preempted` of a start; set on rank 0 once events are open."""
         self._is_starting = False
         self._wakeups: tuple[int, int] | None = None

@@ -8,7 +8,7 @@ end the sampler process and engine servers (none for a replay of stored rollouts
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from bapo_megatron.rollout.sampler.step_batches import ReplaySampler
 from bapo_megatron.rollout.sampler.turns import tools_of
 from bapo_megatron.rollout.weight_sync.disk import DiskSync, NoSync, SenderParts, WeightStaging, sender
 from bapo_megatron.runtime.distributed import barrier, is_main, on_all_ranks
+from bapo_megatron.runtime.event_kinds import OnEvent
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.storage import OldFiles, print_kept
 from bapo_megatron.trainer.gpu_handover import GpuHandover
@@ -46,9 +47,6 @@ from bapo_megatron.trainer.reference import load_reference, store_reference
 from bapo_megatron.trainer.resume import Begun, PartialStep, ResumePoint, check_restored, find_resume_point
 from bapo_megatron.trainer.suites import load_suites
 from bapo_megatron.trainer.update_loss import UpdateLoss
-
-OnEvent = Callable[[dict[str, Any]], None]
-"""Records an event: its kind and fields."""
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic, perf_counter, sleep
-from typing import Any
 
 import torch
 
@@ -29,6 +28,7 @@ from bapo_megatron.policy.device import free_gpu_bytes, gpu_name, release_cached
 from bapo_megatron.rollout.engines.backend import EngineServers
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, on_all_ranks
+from bapo_megatron.runtime.event_kinds import OnEvent
 from bapo_megatron.types import Metrics
 
 _POLL_S = 0.2
@@ -46,7 +46,7 @@ class GpuHandover:
         policy: Policy,
         sampler: SamplerClient | None,
         servers: EngineServers | None,
-        on_event: Callable[[dict[str, Any]], None],
+        on_event: OnEvent,
         handing_over: HandsOver | None = None,
     ) -> None:
         """``sampler``, ``servers``: None except on rank 0. ``handing_over``: sync that sends in the

@@ -237,7 +237,6 @@ class RolloutRecord(RunRecords):
             "rollout/groups_uniform": _uniform_groups(header),
             **sampled_shares(header.groups, self._config.algorithm, self._config.seed, step),
         }
-        del metrics["policy/updates"]
         self._metrics.write_step(step, metrics)
         print(step_line(step, self._config.steps, metrics), flush=True)
         self.warn_of_cut_episodes(step, metrics)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.sent_weights import MakeDigester, UnknownDigests
 from bapo_megatron.runtime.dotted_path import load_dotted_path
-
-OnEvent = Callable[[dict[str, Any]], None]
-"""Callback for events: ``kind`` and its fields."""
+from bapo_megatron.runtime.event_kinds import OnEvent
 
 
 class EngineError(RuntimeError):

@@ -30,7 +30,6 @@ from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.trackers import (
     TRACKERS,
     RedactingStream,
-    RunEnd,
     TrackedRun,
     Tracker,
     redacted,
@@ -148,10 +147,10 @@ class Follower:
             raise
         tracker.close(self._end())
 
-    def _end(self) -> RunEnd:
+    def _end(self) -> str:
         """Return how the run ended; the run records its end before it ends these processes."""
         last = last_turn(rows_from_end(self._paths.events))
-        return cast("RunEnd", last) if last in ENDS else "killed"
+        return last if last in ENDS else "killed"
 
     def _write_all(self, tracker: Tracker) -> None:
         last = tracker.last_step()

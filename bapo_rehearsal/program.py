@@ -66,7 +66,7 @@ class RankProgram:
             with self._phase("reference log-probs"):
                 self.policy.reference_log_probs(packs)
         with self._phase(f"{SEARCH} {number}"):
-            loss, _ = update_loss.loss(self.policy, packs, on_policy=False)
+            loss = update_loss.loss(self.policy, packs, on_policy=False)
         with self._phase(f"{UPDATE} {number}"):
             self.policy.update(packs, loss)
         gc.collect()

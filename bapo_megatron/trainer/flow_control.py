@@ -142,8 +142,8 @@ def finalize_checkpoint(run: Run, wait: bool = False) -> None:
         return
     run.preemption.saved(saved.seconds)
     # Only now: the sampler deletes journal files that earlier checkpoints needed.
-    if run.sampler:
-        run.sampler.checkpointed(run.checkpoints.oldest_step())
+    sampler = run.sampler
+    on_all_ranks(lambda: sampler.checkpointed(run.checkpoints.oldest_step()) if sampler else None)
     if run.recorder:
         run.recorder.checkpoint(saved)
     if run.exports and not saved.updates:

@@ -114,8 +114,7 @@ class EndlessSampler:
 
 def test_ranks_meet_regularly_while_rank_0_waits_for_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     met, opened = [], []
-    told = lambda value: met.append(value) or value  # noqa: E731
-    monkeypatch.setattr(flow_control, "broadcast_from_main", told)
+    monkeypatch.setattr(flow_control, "broadcast_from_main", lambda value: met.append(value) or value)
     monkeypatch.setattr(flow_control, "on_all_ranks", opened.append)
     run, _ = run_with()
     run.sampler = EndlessSampler()  # type: ignore[assignment]
@@ -240,14 +239,14 @@ def test_training_waits_for_an_evaluation(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def alone(monkeypatch: pytest.MonkeyPatch, sent: list[Any] | None = None) -> None:
     """No other ranks to tell; what they would get is in ``sent``."""
-    monkeypatch.setattr(
-        flow_control, "broadcast_from_main", lambda one: one if sent is None else sent.append(one) or one
-    )
+    told: list[Any] = [] if sent is None else sent
+    monkeypatch.setattr(flow_control, "broadcast_from_main", lambda one: told.append(one) or one)
+    monkeypatch.setattr(flow_control, "on_all_ranks", lambda call: told.append(call()))
     monkeypatch.setattr(flow_control, "state_fingerprint", lambda *_: {})
 
 
 def test_preemption_while_waiting_for_the_sampler_saves_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone(monkeypatch)
+    alone(monkeypatch, sent := [])
     run, _ = run_with()
     run.sampler = sampler = EndlessSampler()  # type: ignore[assignment]
     run.preemption = Asked(at=2)  # type: ignore[assignment]
@@ -255,6 +254,7 @@ def test_preemption_while_waiting_for_the_sampler_saves_first(monkeypatch: pytes
         next_batch(run, 4)
     assert begun_of(run) == [(3, 0)]
     assert sampler.kept_from == [0], "the journal since the oldest checkpoint, not the newest"
+    assert sent[-1] is None, "the other ranks get its error, too"
 
 
 def test_a_partly_trained_step_resumes_after_its_last_update(monkeypatch: pytest.MonkeyPatch) -> None:

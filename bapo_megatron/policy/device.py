@@ -67,6 +67,18 @@ def pack_attention() -> type:
     return PackAttention
 
 
+def choose_router_matmul(te: bool) -> None:
+    """Set megatron's matmul for router logits in this process: Transformer Engine's, or torch's. megatron
+    uses the former whenever it is installed, even on a CPU, where its kernel kills the process."""
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
+    if te:
+        from megatron.core.extensions.transformer_engine import te_general_gemm
+
+        moe_utils.te_general_gemm = te_general_gemm
+
+
 def has_te_attention(config: Any, longest: int) -> bool:
     """Whether Transformer Engine has a flash or fused kernel for this rank's heads of ``config``.
 

@@ -9,14 +9,13 @@ parameter attributes by which megatron reduces gradients (``allreduce``). For a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -129,8 +128,7 @@ def layer_spec(block: Block, config: TransformerConfig, te: bool, longest: int) 
 class AttentionBuilder(Builder):
     """Builder of attention. ``config`` returns head counts and width, QKV bias and query-key norms.
     ``install`` sets the core attention, which takes a ``DocumentPack``, and, without Transformer Engine,
-    ``RMSNorm`` as query and key norm. It removes "core_attn" from ``config.recompute_modules`` if recomputing
-    it saves no memory."""
+    ``RMSNorm`` as query and key norm."""
 
     recomputed = "core_attn"
 
@@ -145,7 +143,8 @@ class AttentionBuilder(Builder):
 
     def install(self, spec: ModuleSpec, config: TransformerConfig, longest: int) -> None:
         attention = spec.submodules.self_attention.submodules
-        attention.core_attention = _te_attention(config, longest) if self.te else DocumentAttention
+        fused = self.te and has_te_attention(config, longest)
+        attention.core_attention = pack_attention() if fused else DocumentAttention
         if self.kind.qk_norm and not self.te:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
 
@@ -158,40 +157,19 @@ class GatedAttentionBuilder(AttentionBuilder):
         return {**super().config(), **gated}
 
 
-def _te_attention(config: TransformerConfig, longest: int) -> type:
-    attention = pack_attention()
-    if not has_te_attention(config, longest):
-        attention = DocumentAttention
-    if attention is not DocumentAttention or config.context_parallel_size == 1:
-        # These kernels keep no scores and no other rank's keys: recomputation would keep more and rerun them.
-        config.recompute_modules = [name for name in config.recompute_modules if name != "core_attn"]
-    return attention
-
-
 class MlpBuilder(Builder):
     """Builder of megatron's dense MLP, which the spec has already: only names the module to recompute."""
 
     recomputed = "mlp"
 
 
-def _router_product(te: bool) -> Callable[..., Any] | None:
-    """Transformer Engine's matmul for router logits; None for torch's. megatron uses the former whenever it
-    is installed, even on a CPU, where its kernel kills the process."""
-    if not te:
-        return None
-    from megatron.core.extensions.transformer_engine import te_general_gemm
-
-    return te_general_gemm  # type: ignore[no-any-return]
-
-
 class ExpertsBuilder(Builder):
-    """Builder of a mixture of experts that replays the engine's routes. ``config`` also patches megatron's
-    router matmul in this process; ``mark`` marks the experts' parameters for megatron at any EP."""
+    """Builder of a mixture of experts that replays the engine's routes. ``mark`` marks the experts'
+    parameters for megatron at any EP."""
 
     recomputed = "moe"  # megatron ignores "mlp" in layers with experts
 
     def config(self) -> dict[str, object]:
-        moe_utils.te_general_gemm = _router_product(self.te)
         return {
             "num_moe_experts": self.kind.count,
             "moe_ffn_hidden_size": self.kind.ffn,

@@ -43,10 +43,11 @@ from bapo_megatron.tensor_types import MicroBatch
 def transformer_config(
     shape: ModelShape, parallel: ParallelConfig, batch: BatchConfig, dtype: torch.dtype
 ) -> TransformerConfig:
-    """The megatron-core TransformerConfig of the model."""
+    """The megatron-core TransformerConfig of the model. Also chooses this process's matmul of routers."""
     te = device.uses_transformer_engine(dtype)
+    device.choose_router_matmul(te)
     kinds = builders(shape.kinds, te)
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
@@ -96,6 +97,10 @@ def transformer_config(
         **_of_kinds(kinds),
         **_recompute(batch, kinds),
     )
+    if te and (parallel.context == 1 or device.has_te_attention(config, batch.pack_tokens)):
+        # These kernels keep no scores and no other rank's keys: recomputation would keep more and rerun them.
+        config.recompute_modules = [name for name in config.recompute_modules if name != "core_attn"]
+    return config
 
 
 def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str]] | None:

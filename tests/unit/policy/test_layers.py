@@ -12,7 +12,8 @@ from torch import Tensor
 
 from bapo_megatron.layers import Block
 from bapo_megatron.policy import layers
-from bapo_megatron.policy.layers import Builder, ExpertsBuilder, layer_spec, swiglu
+from bapo_megatron.policy.device import choose_router_matmul
+from bapo_megatron.policy.layers import Builder, layer_spec, swiglu
 from bapo_megatron.policy.megatron_versions import activation, submodules_of
 
 
@@ -79,6 +80,5 @@ def test_the_routers_product_is_that_of_the_layers(te: bool, monkeypatch: pytest
     extension = SimpleNamespace(te_general_gemm=theirs)
     monkeypatch.setitem(sys.modules, "megatron.core.extensions.transformer_engine", extension)
     monkeypatch.setattr(moe_utils, "te_general_gemm", theirs, raising=False)
-    kind = SimpleNamespace(count=4, ffn=8, per_token=2, normalized=True)
-    ExpertsBuilder(kind, te).config()
+    choose_router_matmul(te)
     assert moe_utils.te_general_gemm is (theirs if te else None)

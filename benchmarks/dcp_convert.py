@@ -23,7 +23,8 @@ from torch import Tensor
 
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.hf.parameter_map import checkpoint_keys, mapping_table
-from bapo_megatron.policy.weight_map import join, split
+from bapo_megatron.policy.weight_map import split
+from tests.support.checkpoint_models import join
 
 
 def to_megatron(hf_folder: Path, output: Path) -> None:

@@ -7,8 +7,6 @@ after a transfer.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.blocks import BlockTensor
-from bapo_megatron.runtime.files import file_below
+from bapo_megatron.runtime.files import file_below, sha256_of
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY
 from bapo_megatron.runtime.text_table import text_table
 from checkpoints_tools.conversion import DEFAULTS, Settings
@@ -34,7 +32,6 @@ from checkpoints_tools.formats.locate import (
 )
 
 _SHOWN = 10
-_READ_BYTES = 1 << 20
 
 
 @dataclass
@@ -185,16 +182,7 @@ def verify_files(path: Path, step: str = LATEST, settings: Settings = DEFAULTS) 
     entries = manifest_files(folder.parent)
     total = sum(entry["bytes"] for entry in entries.values())
     with byte_progress(total, settings.progress) as done, ThreadPoolExecutor(settings.thread_count()) as pool:
-        digests = pool.map(lambda name: _sha256(file_below(folder.parent, name), done), entries)
+        digests = pool.map(lambda name: sha256_of(file_below(folder.parent, name), done), entries)
         pairs = list(zip(entries.items(), digests, strict=True))
     damaged = [name for (name, entry), digest in pairs if digest != entry.get("sha256")]
     return FileCheck(folder.parent, len(entries), total, tuple(sorted(damaged)))
-
-
-def _sha256(path: Path, done: Callable[[int], None]) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
-            done(len(data))
-    return digest.hexdigest()

@@ -45,13 +45,13 @@ RATIO_MASKS = ("icepop", "second_moment", "rollout_rs")
 TERMS = _registered("terms", "entropy_bonus")
 
 
-def part_path(field: str, name: str, known: Mapping[str, str]) -> str:
+def part_path(field: str, name: str, known: Mapping[str, str], kind: str = "function") -> str:
     """Dotted path of a part, from its registered name or as given. Raises ConfigError for any other name."""
     if name in known:
         return known[name]
     if ":" not in name:
         raise ConfigError(
-            f"{field}={name!r} is unknown: give {', '.join(known)}, or the path of a function as "
+            f"{field}={name!r} is unknown: give {', '.join(known)}, or the path of a {kind} as "
             "package.module:name"
         )
     return name

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, Literal
 
 from bapo_megatron.algo.bounds import PAPER_TOKENS, BoundsConfig, fixed, paper, sum_count
+from bapo_megatron.algo.parts import part_path
 from bapo_megatron.errors import ConfigError
 
 BoundsUse = Literal["searched", "fixed", "unused"]
@@ -47,14 +48,7 @@ LOSSES = {
 
 def loss_path(name: str) -> str:
     """Dotted path of a loss, from its registered name or as given. Raises ConfigError for any other name."""
-    if name in LOSSES:
-        return LOSSES[name].path
-    if ":" not in name:
-        known = ", ".join(sorted(LOSSES))
-        raise ConfigError(
-            f"algorithm.loss={name!r} is unknown: give {known}, or the path of a class as package.module:Name"
-        )
-    return name
+    return part_path("algorithm.loss", name, {known: loss.path for known, loss in LOSSES.items()}, "class")
 
 
 def check_registered(algorithm: Any, hold_forwards: bool) -> None:

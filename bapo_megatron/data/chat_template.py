@@ -101,7 +101,7 @@ class ChatTemplate:
 
     def plain(self, text: str, mark: str) -> str:
         """Return a text with ``mark`` in each of its control tokens."""
-        return self.control.sub(rf"\g<0>{mark}", text)
+        return self._cut(mark, False)(text)
 
     def encode(self, text: str, mark: str) -> list[int]:
         """Return the token ids of a text, split at its marks."""

@@ -240,7 +240,7 @@ def _check_counts(shape: ModelShape, source: str) -> None:
     for name, number in {"rms_norm_eps": shape.norm_eps, "rope_theta": shape.rope_theta}.items():
         if not (math.isfinite(number) and number > 0):
             raise ConfigError(f"{source}: {name}={number} cannot be")
-    for problem in (problem for kind in shape.kinds for problem in kind.problems()):
+    if problem := next((problem for kind in shape.kinds for problem in kind.problems()), None):
         raise ConfigError(f"{source}: {problem}")
 
 

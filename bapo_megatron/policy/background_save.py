@@ -31,12 +31,9 @@ from torch import Tensor
 
 from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.policy.megatron_versions import writer_forks
+from bapo_megatron.policy.offload import BLOCK, padded
 from bapo_megatron.runtime.guards import OutOfMemoryError, death
 from bapo_megatron.runtime.processes import die_with_parent
-
-BLOCK = 2**28
-"""Size of a host memory block in bytes, a power of two, as in ``offload.py``."""
-_ALIGNMENT = 512
 
 
 class BackgroundSave:
@@ -117,7 +114,7 @@ class _Blocks:
             self._blocks.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=_pins()))
             self._taken.append(0)
         first = self._taken[number]
-        self._taken[number] += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._taken[number] += padded(nbytes)
         return self._blocks[number][first : first + nbytes]
 
 

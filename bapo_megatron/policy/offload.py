@@ -35,7 +35,7 @@ from bapo_megatron.policy.device import has_cuda, release_cached_memory
 from bapo_megatron.policy.optimizer import HostAdamW
 
 BLOCK = 2**28
-"""Size of a host memory block in bytes."""
+"""Size of a host memory block in bytes, a power of two."""
 _ALIGNMENT = 512
 """Alignment in bytes of each storage's copy, torch's on a GPU."""
 
@@ -148,9 +148,9 @@ class HostBlocks:
 
     def pieces(self, storages: Sequence[Tensor], first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pieces of the storages from ``first`` on, each with its view of a host block."""
-        place = sum(_padded(data.numel()) for data in storages[:first])
+        place = sum(padded(data.numel()) for data in storages[:first])
         for data in storages[first:]:
-            end, start = place + _padded(data.numel()), 0
+            end, start = place + padded(data.numel()), 0
             while start < data.numel():
                 number, offset = divmod(place, BLOCK)
                 length = min(data.numel() - start, BLOCK - offset)
@@ -212,7 +212,8 @@ def storages_of(tensors: Iterator[Tensor], but: Collection[int] = ()) -> list[Te
     return [bytes_of(tensor) for tensor in first.values()]
 
 
-def _padded(nbytes: int) -> int:
+def padded(nbytes: int) -> int:
+    """Number of bytes, rounded up to the alignment of copies in a block."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

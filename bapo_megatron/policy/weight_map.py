@@ -173,11 +173,6 @@ def _fill(parameter: Tensor, reader: TensorReader, mapping: Mapping, layer: int 
         row += len(part)
 
 
-def join(mapping: Mapping, tensors: Sequence[Tensor]) -> Tensor:
-    """Join HF tensors into the global parameter, of shape ``mapping.shape``."""
-    return _cat([tensors[s.source].narrow(0, s.row, s.rows) for s in mapping.segments], 0)
-
-
 def split(mapping: Mapping, value: Tensor) -> tuple[Tensor, ...]:
     """Split the global parameter ``value`` into its HF tensors, views where rows are consecutive."""
     rows = value.split([segment.rows for segment in mapping.segments])

@@ -190,18 +190,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
-class SenderSettings:
+class SenderSettings(Patience):
     """Settings of a run's event sender, a line of JSON on its standard input: run directory and name,
-    targets, offset in events.jsonl, and what the stall limit needs."""
+    targets, offset in events.jsonl, stall limit."""
 
     run_dir: str
     name: str
     targets: tuple[str, ...]
     offset: int
     """Size of events.jsonl at the start; a new target receives nothing older."""
-    steps: int
-    evaluate_every: int
-    stalled_minutes: float | None
 
     @property
     def paths(self) -> RunPaths:
@@ -270,15 +267,13 @@ class EventSender:
 
     def check_progress(self) -> None:
         """Write `stalled` or `progress_again` to events.jsonl when the run's state changes."""
-        order = self._order
         try:
             progress = read_progress(self._paths.root)
         except OSError:  # an NFS server is away, which this process must survive
             return
         now = file_time(self._paths.root)  # signs of progress are file times
-        patience = Patience(order.steps, order.evaluate_every, order.stalled_minutes)
         last = now - progress.silent_s(self._begun, now)
-        if self._stalled_at is None and progress.is_stalled(patience, self._begun, now):
+        if self._stalled_at is None and progress.is_stalled(self._order, self._begun, now):
             self._stalled_at = last
             silent = f"no step, evaluation or rollout for {(now - last) / 60:.3g} min"
             self._note("stalled", step=progress.step, message=silent)

@@ -20,7 +20,7 @@ import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
@@ -38,6 +38,8 @@ MOST_DESCRIPTION_BYTES = 1 << 26
 
 CHAT_TEMPLATES = "additional_chat_templates"
 """Folder in a model folder where transformers keeps all chat templates but the first."""
+
+_READ_BYTES = 1 << 20
 
 _MOST_PARTS = 1024
 """Most buffers per ``writev`` call (IOV_MAX of Linux)."""
@@ -80,10 +82,14 @@ def file_time(folder: Path) -> float:
         return time.time()
 
 
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal; the file may exceed memory."""
+def sha256_of(path: Path, done: Callable[[int], None] = lambda nbytes: None) -> str:
+    """Return the SHA-256 of a file in hexadecimal, in bounded memory. ``done`` receives bytes read."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+            done(len(data))
+    return digest.hexdigest()
 
 
 def check_output_file(flag: str, path: Path) -> None:

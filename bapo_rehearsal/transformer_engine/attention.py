@@ -61,7 +61,7 @@ def get_fused_attn_backend(*arguments: Any) -> Any:
 @kernel
 def fused_attn_fwd(*arguments: Any) -> list[Tensor]:
     """Output [tokens, heads, head_dim], log-sum-exps [tokens, heads, 1], generator state [2]."""
-    call = _Call(dict(zip(_FORWARD[len(arguments)].split(), arguments, strict=False)))
+    call = _Call(named_arguments("fused_attn_fwd", arguments))
     q, v = call.q, call.v
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(*q.shape[:2], 1, dtype=torch.float32, device=q.device)
@@ -82,7 +82,7 @@ def fused_attn_fwd(*arguments: Any) -> list[Tensor]:
 @kernel
 def fused_attn_bwd(*arguments: Any) -> list[Tensor | None]:
     """Gradients of queries, keys and values; None for the bias and the softmax offset."""
-    named = dict(zip(_BACKWARD[len(arguments)].split(), arguments, strict=False))
+    named = named_arguments("fused_attn_bwd", arguments)
     out, grad, (lse, *_) = named["out"], named["grad"], named["saved"]
     call = _Call(named)
     q, k, v = call.q, call.k, call.v

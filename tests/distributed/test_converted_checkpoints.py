@@ -18,8 +18,9 @@ from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import mapping_table
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.policy.weight_map import join, shard
+from bapo_megatron.policy.weight_map import shard
 from checkpoints_tools import to_hf, to_megatron
+from tests.support.checkpoint_models import join
 from tests.support.layouts import layout
 from tests.support.models import FAMILIES, random_samples, save_tiny_model
 from tests.support.policies import small_policy, updates_of, weights_of

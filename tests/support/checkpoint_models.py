@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.layers import Mapping
 from bapo_megatron.runtime.written_folders import MARK
 
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -131,3 +132,8 @@ def edit_metadata(folder: Path, change: Callable[[Any], None]) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     change(metadata)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def join(mapping: Mapping, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """HF tensors joined into the unsharded parameter."""
+    return torch.cat([tensors[s.source].narrow(0, s.row, s.rows) for s in mapping.segments])

@@ -196,7 +196,7 @@ def test_registered_names_of_losses() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("ppo", " is unknown: give .*cispo, .* package.module:N"),
+        ("ppo", " is unknown: give .*cispo, .* package.module:n"),
         ("tests.support.nothing:Mine", "importing .* failed"),
         ("bapo_megatron.algo.losses.token_losses:Gone", "has no class Gone"),
         ("math:sqrt", "is not a subclass of bapo_megatron.algo.losses.Loss"),

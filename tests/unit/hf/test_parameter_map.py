@@ -14,9 +14,9 @@ from bapo_megatron.hf.config import ModelShape, model_shape, read_model_shape
 from bapo_megatron.hf.parameter_map import canonical_name, hf_tensors, mapping_table
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.layers import Mapping, RowSegment
-from bapo_megatron.policy.weight_map import join, shard, shard_parts, split, unshard
+from bapo_megatron.policy.weight_map import shard, shard_parts, split, unshard
 from checkpoints_tools.formats.mp_rank import shard_blocks
-from tests.support.checkpoint_models import save_changed
+from tests.support.checkpoint_models import join, save_changed
 from tests.support.models import EXPERTS, FAMILIES, save_tiny_model
 from tests.unit.hf.test_config_fields import LLAMA3
 

@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def order(run: Path, *targets: str, **changes: Any) -> SenderSettings:
-    plain = SenderSettings(str(run), "r", targets, offset=0, steps=9, evaluate_every=0, stalled_minutes=None)
+    plain = SenderSettings(9, 0, None, run_dir=str(run), name="r", targets=targets, offset=0)
     return replace(plain, **changes)
 
 

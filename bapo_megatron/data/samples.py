@@ -133,14 +133,8 @@ class Sample(ResponseColumns, _TokenIds):
     def loaded(self) -> Sample:
         return self
 
-    def changed(self, change: Callable[[Sample], Sample]) -> Sample:
-        """Return the sample with ``change`` applied to its columns, which must not alter its numbers."""
-        return change(self)
-
-    def masked(
-        self, change: Callable[[Sample], Sample], trained: int, predicted: int, versions: VersionSpan
-    ) -> Sample:
-        """Return the sample with the loss mask that ``change`` sets; the rest is for ``StoredSample``."""
+    def changed(self, change: Callable[[Sample], Sample], **_numbers: Any) -> Sample:
+        """Return the sample with ``change`` applied to its columns."""
         return change(self)
 
     def with_advantage(self, advantage: float) -> Sample:
@@ -221,20 +215,11 @@ class StoredSample:
             sample = change(sample)
         return sample
 
-    def changed(self, change: Callable[[Sample], Sample]) -> StoredSample:
-        """Return the sample with ``change`` after its earlier changes."""
-        return replace(self, changes=(*self.changes, change))
-
-    def masked(
-        self, change: Callable[[Sample], Sample], trained: int, predicted: int, versions: VersionSpan
-    ) -> StoredSample:
-        """Return the sample with the loss mask that ``change`` sets, and with its numbers under that mask."""
-        numbers: dict[str, Any] = {
-            "trained_tokens": trained,
-            "predicted_tokens": predicted,
-            "versions": versions,
-        }
-        return replace(self.changed(change), response=self.response._replace(**numbers))
+    def changed(self, change: Callable[[Sample], Sample], **numbers: Any) -> StoredSample:
+        """Return the sample with ``change`` after its earlier changes. ``numbers``: those of its
+        ``ResponseHeader`` that ``change``, which may set a loss mask, alters."""
+        response = self.response._replace(**numbers)
+        return replace(self, changes=(*self.changes, change), response=response)
 
     def with_advantage(self, advantage: float) -> StoredSample:
         return replace(self, advantage=advantage)

@@ -56,9 +56,12 @@ class Remaining(NamedTuple):
         """Return the sample without the tokens that ``masks`` remove."""
         if int(self.predicted) == sample.predicted_tokens:
             return sample
-        span = VersionSpan(int(self.tokens), int(self.oldest), int(self.newest), int(self.total))
-        change = partial(_masked, masks=masks)
-        return sample.masked(change, int(self.trained), int(self.predicted), span)
+        return sample.changed(
+            partial(_masked, masks=masks),
+            trained_tokens=int(self.trained),
+            predicted_tokens=int(self.predicted),
+            versions=VersionSpan(int(self.tokens), int(self.oldest), int(self.newest), int(self.total)),
+        )
 
 
 def measure(sample: TrainingSample, masks: Masks, weighs: bool) -> list[float]:

@@ -101,6 +101,7 @@ class _TorchDistPlanner:
         self.source, self.shape, self.folder, self.grid = tensors, shape, folder, grid
         self.contents = contents
         self.ends = [0] * DATA_FILES
+        self.files: dict[tuple[tuple[str, ...], int | None], int] = {}
         self.stored: dict[str, _StoredKey] = {}
         self.blocks: dict[str, list[Block]] = {}
         self.output = OutputPlan()
@@ -159,7 +160,8 @@ class _TorchDistPlanner:
 
     def _place(self, key: str, dtype: str, parameter: Parameter, layer: int | None) -> None:
         """Place one parameter of one layer in one file: two threads must not write the same file."""
-        file = self.ends.index(min(self.ends))
+        # Keyed by names that the parts of a parameter share.
+        file = self.files.setdefault((parameter.hf_names, layer), self.ends.index(min(self.ends)))
         # Ranks read whole experts (EP), seldom parts (ETP): one chunk each.
         grid = self.grid if parameter.expert is None else 1
         stack = layer if self.shape.is_uniform else None

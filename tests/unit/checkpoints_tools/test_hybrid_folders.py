@@ -19,8 +19,10 @@ from bapo_megatron.rollout.engines.backend import engine_backend
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.server_process import server_command
 from checkpoints_tools import reshard, to_hf, to_megatron, verify
+from checkpoints_tools.formats.locate import locate
 from checkpoints_tools.formats.mp_rank import MpRank
 from checkpoints_tools.formats.safetensors_folder import untrained_tensors
+from checkpoints_tools.formats.torch_dist import TorchDist
 from tests.support.models import EXPERT_HYBRID, HYBRID, HYBRIDS, SingleWriter, save_tiny_model, tiny_model
 
 UNTRAINED = {
@@ -79,6 +81,8 @@ def test_a_multimodal_folder_comes_back_byte_for_byte(family: str, tied: bool, t
 def test_a_text_folder_comes_back_byte_for_byte(family: str, tmp_path: Path) -> None:
     folder = save_tiny_model(family, tmp_path / "hf")
     to_megatron(folder, tmp_path / "megatron", grid=5)
+    stored = TorchDist(locate(tmp_path / "megatron").folder, read_model_shape(folder)).tensors.values()
+    assert all(len({block.file for block in tensor.blocks}) == 1 for tensor in stored)  # one thread for each
     to_hf(tmp_path / "megatron", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(folder)
 

@@ -48,7 +48,7 @@ LOSSES = {
 
 def loss_path(name: str) -> str:
     """Dotted path of a loss, from its registered name or as given. Raises ConfigError for any other name."""
-    return part_path("algorithm.loss", name, {known: loss.path for known, loss in LOSSES.items()}, "class")
+    return part_path("algorithm.loss", name, {known: LOSSES[known].path for known in sorted(LOSSES)}, "class")
 
 
 def check_registered(algorithm: Any, hold_forwards: bool) -> None:

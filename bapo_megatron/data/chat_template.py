@@ -60,12 +60,10 @@ class ChatTemplate:
         """Matches the first character of each control token in a text."""
         self._added = _spelling(text for text in added if len(text.strip()) > 1)
 
-    def token_ids(
-        self, messages: Sequence[Message], tools: Sequence[Any] = (), opens: bool = True
-    ) -> list[int]:
-        """Return a conversation's token ids. ``opens``: including the start of the model's next turn."""
+    def token_ids(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
+        """Return a conversation's token ids, including the start of the model's next turn."""
         mark = absent_mark(messages, tools)
-        return self.encode(self.text(messages, mark, tools, opens), mark)
+        return self.encode(self.text(messages, mark, tools), mark)
 
     def text(
         self,
@@ -76,7 +74,8 @@ class ChatTemplate:
         given: bool = False,
     ) -> str:
         """Render a conversation, with ``mark`` in each control token of its messages. Every added token is
-        marked in tool results, and with ``given`` (all text is an environment's) in all messages."""
+        marked in tool results, and with ``given`` (all text is an environment's) in all messages. ``opens``:
+        including the start of the model's next turn."""
         return self.rendered([self.cut(one, mark, given) for one in messages], mark, tools, opens, given)
 
     def cut(self, message: Message, mark: str, given: bool) -> Message:

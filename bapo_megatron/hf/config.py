@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config_fields import flag, integer, real, table
 from bapo_megatron.hf.families import FAMILIES, Family, fields_for_servers, layer_types
 from bapo_megatron.hf.fp8 import check_quantization, without_quantization
-from bapo_megatron.layers import MOST, Block, Kind
+from bapo_megatron.layers import Block, Kind, size_problems
 from bapo_megatron.layers.attention import Attention
 from bapo_megatron.layers.mlp import Experts
 from bapo_megatron.runtime.files import CHAT_TEMPLATES, check_files_inside, read_file_inside
@@ -141,7 +141,8 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
         raise ConfigError(f"{source}: model_type={family!r:.80} is not supported; supported are {known}")
     try:
         config = FAMILIES[family].text_config(config)
-        _check_sizes({"layers": integer(config, "num_hidden_layers")}, _MOST_LAYERS, source)
+        layers = {"layers": integer(config, "num_hidden_layers")}
+        _raise_first(size_problems(layers, _MOST_LAYERS), source)
         rope_theta, rope_scaling = _rope(config, source)
         stack = FAMILIES[family].stack(config)
         blocks = tuple(dict.fromkeys(stack))
@@ -236,18 +237,16 @@ def problems_of(folder: Path, problems: Sequence[str]) -> str:
 
 def _check_counts(shape: ModelShape, source: str) -> None:
     sizes = {field: getattr(shape, field) for field in ("hidden", "ffn", "vocab", "max_positions")}
-    _check_sizes(sizes, MOST, source)
+    _raise_first(size_problems(sizes), source)
     for name, number in {"rms_norm_eps": shape.norm_eps, "rope_theta": shape.rope_theta}.items():
         if not (math.isfinite(number) and number > 0):
             raise ConfigError(f"{source}: {name}={number} cannot be")
-    if problem := next((problem for kind in shape.kinds for problem in kind.problems()), None):
+    _raise_first((problem for kind in shape.kinds for problem in kind.problems()), source)
+
+
+def _raise_first(problems: Iterator[str], source: str) -> None:
+    if problem := next(problems, None):
         raise ConfigError(f"{source}: {problem}")
-
-
-def _check_sizes(sizes: dict[str, int], most: int, source: str) -> None:
-    for field, size in sizes.items():
-        if not 1 <= size <= most:
-            raise ConfigError(f"{source}: a model with {field}={str(size)[:20]} cannot be")
 
 
 def _rope(config: dict[str, Any], source: str) -> tuple[float, float | None]:

@@ -78,19 +78,15 @@ def checked_weights(
 
 
 def write_shards(
-    weights: Iterable[tuple[str, Tensor]],
-    folder: Path,
-    shard_bytes: int = _SHARD_BYTES,
-    writer: int = 0,
-    writers: int = 1,
+    weights: Iterable[tuple[str, Tensor]], folder: Path, writer: int = 0, writers: int = 1
 ) -> dict[str, WrittenShard]:
-    """Write ``weights``, or one writer's share, to files of about ``shard_bytes``; return their contents.
+    """Write ``weights``, or one writer's share, to files of about 1 GiB; return their contents.
 
     The files are ``model-00000.safetensors`` onwards; a writer's have the numbers ``writer`` modulo
     ``writers``. The index, which covers all writers' files, is not written. A thread writes while the
     iterator continues. Raises ValueError for an unsupported dtype.
     """
-    files = _Files(folder, shard_bytes, writer, writers)
+    files = _Files(folder, writer, writers)
     with BackgroundCopy(files) as copy:
         for name, tensor in weights_of_writer(weights, writer, writers):
             if tensor.dtype not in SAFETENSORS_TYPES:
@@ -117,16 +113,15 @@ class _Files:
     """Safetensors files of one writer, filled one after the other: per tensor ``begin``, then any number of
     ``append``; at the end ``close``, or ``abandon`` after an error. Called by ``BackgroundCopy``'s thread."""
 
-    def __init__(self, folder: Path, shard_bytes: int, writer: int, writers: int) -> None:
+    def __init__(self, folder: Path, writer: int, writers: int) -> None:
         self.written: dict[str, WrittenShard] = {}
         """The complete files by name."""
-        self._folder, self._shard_bytes = folder, shard_bytes
-        self._number, self._step = writer, writers
+        self._folder, self._number, self._step = folder, writer, writers
         self._shard: _Shard | None = None
 
     def begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Begin a tensor in the current file or the next one; its bytes follow."""
-        if self._shard is None or not self._shard.has_room(dtype, self._shard_bytes):
+        if self._shard is None or not self._shard.has_room(dtype):
             self.close()
             self._shard = _Shard(self._folder / f"model-{self._number:05d}.safetensors")
             self._number += self._step
@@ -159,9 +154,9 @@ class _Shard:
         self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._end = 0
 
-    def has_room(self, dtype: torch.dtype, shard_bytes: int) -> bool:
+    def has_room(self, dtype: torch.dtype) -> bool:
         """Whether the file is below its size limit and the tensor would be aligned: loaders memory-map it."""
-        is_small = self._end < shard_bytes and len(self._header) <= _MOST_TENSORS
+        is_small = self._end < _SHARD_BYTES and len(self._header) <= _MOST_TENSORS
         return is_small and self._end % dtype.itemsize == 0
 
     def begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -111,6 +111,13 @@ MOST = 2**31 - 1
 """Upper limit of a size."""
 
 
+def size_problems(sizes: dict[str, int], most: int = MOST) -> Iterator[str]:
+    """Yield problems with sizes from config.json, by their names in error messages; flags have none."""
+    for name, size in sizes.items():
+        if not isinstance(size, bool) and not 1 <= size <= most:
+            yield f"a model with {name}={str(size)[:20]} cannot be"
+
+
 class Kind(ABC):
     """Kind of a layer's mixer or MLP, with its sizes: a frozen dataclass of numbers and flags. Subclasses
     define the parameters and their HF mappings, the sizes that a layout must divide, FLOPs, memory and
@@ -131,9 +138,7 @@ class Kind(ABC):
 
     def problems(self) -> Iterator[str]:
         """Yield problems with the sizes from config.json."""
-        for name, size in self.sizes().items():
-            if not isinstance(size, bool) and not 1 <= size <= MOST:
-                yield f"a model with {name}={str(size)[:20]} cannot be"
+        yield from size_problems(self.sizes())
 
     def arguments(self) -> dict[str, object]:
         """Megatron-LM's arguments for the kind, which a converted checkpoint stores."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from bapo_megatron.layers import MOST, Kind, Mapping, RowSegment, plain
+from bapo_megatron.layers import Kind, Mapping, RowSegment, plain, size_problems
 from bapo_megatron.layers.costs import FP32, INT32, INT64, Cut, Flops, Place, Saved
 
 EXPERTS = "mlp.experts.experts."
@@ -144,9 +144,8 @@ class Experts(Kind):
         return {"experts": self.count, "width of an expert": self.ffn}
 
     def problems(self) -> Iterator[str]:
-        for field, value in {"num_experts": self.count, "moe_intermediate_size": self.ffn}.items():
-            if not 1 <= value <= _MOST_EXPERTS:
-                yield f"a model with {field}={str(value)[:20]} cannot be"
+        sizes = {"num_experts": self.count, "moe_intermediate_size": self.ffn}
+        yield from size_problems(sizes, _MOST_EXPERTS)
         if self.per_token == 1 and self.normalized:
             yield (
                 "num_experts_per_tok=1 with norm_topk_prob is not supported: a token's one expert has the "
@@ -209,8 +208,7 @@ class SharedExperts(Experts):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if not 1 <= self.shared <= MOST:
-            yield f"a model with shared_expert_intermediate_size={str(self.shared)[:20]} cannot be"
+        yield from size_problems({"shared_expert_intermediate_size": self.shared})
 
 
 def _norm(hidden: int) -> dict[str, Mapping]:

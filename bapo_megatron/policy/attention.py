@@ -37,7 +37,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -114,9 +113,8 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self.size, self.group = config.context_parallel_size, None
-        if self.size > 1:
-            self.group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
+        self.size = config.context_parallel_size
+        self.group = pg_collection.cp if self.size > 1 else None
 
     def forward(
         self,
@@ -148,9 +146,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         gathered = gather_from_sequence_parallel_region(
             x_LKHD, tensor_parallel_output_grad=True, group=self.group
         )
-        rows = rows_on(bounds, self.size, gathered.device)
-        whole: Tensor = _Reorder.apply(gathered, rows)  # type: ignore[no-untyped-call]
-        return whole
+        return gather_rows(gathered, *rows_on(bounds, self.size, gathered.device))
 
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         """Return an empty state: attention has no parameters."""
@@ -225,25 +221,10 @@ def _by_segment(
 
 
 @lru_cache(maxsize=16)  # shared by all layers of a micro-batch
-def rows_on(bounds: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """Return ``gathered_rows`` on a device."""
-    return gathered_rows(bounds, size).to(device, non_blocking=True)
-
-
-class _Reorder(torch.autograd.Function):
-    """Row permutation as an autograd function. Its backward gathers by the inverse; torch's own would
-    scatter-add."""
-
-    @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, row_T: Tensor) -> Tensor:
-        ctx.save_for_backward(row_T)
-        return x_THD.index_select(0, row_T)
-
-    @staticmethod
-    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None]:
-        (row_T,) = ctx.saved_tensors
-        back_T = torch.empty_like(row_T).scatter_(0, row_T, torch.arange(row_T.numel(), device=row_T.device))
-        return grad_THD.index_select(0, back_T), None
+def rows_on(bounds: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return ``gathered_rows`` and their inverse on a device."""
+    rows = gathered_rows(bounds, size)
+    return tuple(x.to(device, non_blocking=True) for x in (rows, rows.argsort()))
 
 
 def padded_attention(

@@ -38,7 +38,6 @@ from bapo_megatron.layers.delta_net import CHUNK, DeltaNet
 from bapo_megatron.policy.attention import DocumentPack, gather_rows, padding_plan, rows_on
 from bapo_megatron.policy.layers import Builder
 from bapo_megatron.policy.megatron_versions import split_tensor_factory
-from bapo_megatron.policy.positions import positions
 
 _EPS = 1e-6  # epsilon of query and key normalization, as in Hugging Face's models
 
@@ -151,13 +150,12 @@ class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
         size = self.cp.size()
         shares = [part.unflatten(-1, (size, -1)) for part in x_LD.split(sections, -1)]
         sent = torch.cat(shares, -1).transpose(0, 1).flatten(0, 1)
-        rows, back = rows_on(bounds, size, x_LD.device), _held(bounds, size, x_LD.device)
-        return gather_rows(all_to_all(self.cp, sent), rows, back)
+        return gather_rows(all_to_all(self.cp, sent), *rows_on(bounds, size, x_LD.device))
 
     def _to_tokens(self, out_TD: Tensor, bounds: tuple[int, ...]) -> Tensor:
         """This CP rank's tokens, with all heads of the TP rank."""
         size = self.cp.size()
-        rows, back = rows_on(bounds, size, out_TD.device), _held(bounds, size, out_TD.device)
+        rows, back = rows_on(bounds, size, out_TD.device)
         sent = gather_rows(out_TD, back, rows)
         received: Tensor = all_to_all(self.cp, sent).unflatten(0, (size, -1))
         return received.transpose(0, 1).flatten(1)
@@ -211,12 +209,6 @@ def _in_float32(fn: Callable[[Tensor], Tensor], kept: Tensor) -> Callable[[Tenso
         return tensor.to(fn(tensor).device) if tensor is kept else fn(tensor)
 
     return moved
-
-
-@lru_cache(maxsize=16)  # shared by all layers of a micro-batch
-def _held(bounds: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """Pack positions of the tokens of all CP ranks, in rank order."""
-    return torch.cat([positions(bounds, size, rank) for rank in range(size)]).to(device, non_blocking=True)
 
 
 def kernel_rule(

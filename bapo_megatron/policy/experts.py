@@ -36,12 +36,10 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from bapo_megatron.data.packing import UNKNOWN_BYTE
-from bapo_megatron.policy.megatron_versions import submodules_of
 from bapo_megatron.tensor_types import MicroBatch
 
 _TOTALS, _COUNTS = 3, 4
@@ -243,13 +241,6 @@ def forget_tokens(layer: MoELayer) -> None:
     """Free a dispatcher's routing tensors, which megatron-core would keep: 13 bytes per token and expert."""
     dispatcher = layer.token_dispatcher
     dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
-
-
-def replaying(spec: ModuleSpec) -> ModuleSpec:
-    """Edit an expert layer's spec in place so that it replays routes and counts load; return the spec."""
-    spec.module = ReplayLayer
-    submodules_of(spec.submodules.mlp).router = ReplayRouter
-    return spec
 
 
 def unknown_T(route_TLK: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from bapo_megatron.layers import Block, Kind
 from bapo_megatron.policy.attention import DocumentAttention
 from bapo_megatron.policy.device import has_te_attention, pack_attention
-from bapo_megatron.policy.experts import replaying
+from bapo_megatron.policy.experts import ReplayLayer, ReplayRouter
 from bapo_megatron.policy.megatron_versions import activation, marks_cut_experts, submodules_of
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 
@@ -188,13 +188,13 @@ class ExpertsBuilder(Builder):
         layer = spec.submodules
         layer.mlp = gpt_layer_specs.get_mlp_module_spec(self.te, self.kind.count, config.moe_grouped_gemm)
         layer.pre_mlp_layernorm = norm_class(self.te)
+        mixture = submodules_of(layer.mlp)
         if config.use_te_activation_func:
-            mixture = submodules_of(layer.mlp)
             for experts in (mixture.experts, mixture.shared_experts):
                 submodules_of(experts).activation_func = activation(swiglu)
         # Transformer Engine fuses no norm before experts: its checkpoints have a separate name for the norm.
         layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
-        replaying(spec)
+        spec.module, mixture.router = ReplayLayer, ReplayRouter
 
     def mark(self, layer: Any) -> None:
         """Set ``allreduce`` to False on expert parameters: megatron reduces their gradients over expert DP.

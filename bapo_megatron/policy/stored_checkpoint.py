@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -41,7 +40,6 @@ from checkpoints_tools.formats.distcp import (
     ChunkFiles,
     GlobalTensor,
     Metadata,
-    Place,
     check_backends,
     read_common,
     read_metadata,
@@ -121,12 +119,6 @@ class StoredReader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
-
-    def place(self, index: MetadataIndex) -> Place:
-        """The place of an archive, by the planner's index."""
-        if index.fqn in self._stored.metadata.objects:
-            return self._stored.metadata.objects[index.fqn]
-        return self._chunks[index.fqn, tuple(index.offset or ())].place
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with ChunkFiles() as files:

@@ -168,14 +168,19 @@ def read_progress(run: Path) -> Progress:
     rows = list(islice(rows_from_end(paths.metrics), _STEPS))
     times = [float(seconds) for row in rows if isinstance(seconds := row.get("time/step_s"), (int, float))]
     step = rows[0].get("step") if rows else 0
-    return Progress(max(map(_time, signs)), step if isinstance(step, int) else 0, max(times, default=None))
+    return Progress(
+        max(_status(sign, "st_mtime") for sign in signs),
+        step if isinstance(step, int) else 0,
+        max(times, default=None),
+    )
 
 
-def _time(path: Path) -> float:
+def _status(path: Path, field: str) -> Any:
+    """Return a field of a file's status; 0 for a missing one."""
     try:
-        return path.stat().st_mtime
+        return getattr(path.stat(), field)
     except OSError:
-        return 0.0
+        return 0
 
 
 _POLL_S = 1.0
@@ -226,7 +231,9 @@ class EventSender:
         self._keys = [hashlib.sha256(target.encode()).hexdigest()[:12] for target in order.targets]
         self._boxes = [Outbox(partial(self._send, target)) for target in order.targets]
         stored = _stored_positions(self._paths.on_event)
-        size = _size_of(self._paths.events)  # smaller than a position if a lost node had its last lines
+        size = _status(
+            self._paths.events, "st_size"
+        )  # smaller than a position if a lost node had its last lines
         starts = (stored.get(key, order.offset) for key in self._keys)
         self._positions = [start if start <= size else order.offset for start in starts]
         self._read = min(self._positions)
@@ -352,13 +359,6 @@ def work(sender: EventSender, orders: IO[bytes], parent: int) -> None:
 
 def _is_readable(orders: IO[bytes], limit_s: float = 0.0) -> bool:
     return bool(select.select([orders], [], [], limit_s)[0])
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _stored_positions(path: Path) -> dict[str, int]:

@@ -47,10 +47,10 @@ def answer_queries(on_synchronize: Callable[[], None]) -> None:
     def wait(*_: Any) -> None:
         on_synchronize()
 
-    class Stream(_Stream):
+    class Waiting(Stream):
         synchronize = staticmethod(wait)
 
-    stream = Stream()
+    stream = Waiting()
     properties = SimpleNamespace(
         name="fake H100", major=9, minor=0, total_memory=80 * 10**9, multi_processor_count=132
     )
@@ -68,13 +68,13 @@ def answer_queries(on_synchronize: Callable[[], None]) -> None:
         setattr(cuda, name, lambda *_args, _answer=answer, **_kwargs: _answer)
     cuda.get_rng_state = lambda *_args, **_kwargs: torch.empty(0, dtype=torch.uint8)
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
-    cuda.synchronize, cuda.Stream, cuda.Event = wait, Stream, Stream
+    cuda.synchronize, cuda.Stream, cuda.Event = wait, Waiting, Waiting
     for name in ("stream", "device"):
         setattr(cuda, name, lambda *_args, **_kwargs: contextlib.nullcontext())
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_args: 0
 
 
-class _Stream:
+class Stream:
     """Fake CUDA stream that runs nothing; also a fake event that is complete immediately."""
 
     cuda_stream = 0
@@ -84,7 +84,7 @@ class _Stream:
 
     def wait(self, *_: Any) -> None: ...
 
-    wait_stream = wait_event = record = wait
+    wait_stream = wait_event = record = synchronize = wait
 
     def record_event(self, *_: Any) -> Any:
         return torch.cuda.Event()
@@ -95,7 +95,7 @@ class _Stream:
     def elapsed_time(self, _other: Any) -> float:
         return 1.0
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *_: Any) -> None: ...

@@ -70,7 +70,7 @@ def make_extension() -> types.ModuleType:
 
     Any other name is an enumeration or a function that raises when called.
     """
-    module = _Extension("transformer_engine_torch")
+    module = StandIn("transformer_engine_torch")
     known = {
         "DType": _enumeration(
             "DType", "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1"
@@ -96,22 +96,20 @@ def _enumeration(name: str, *members: str) -> type[enum.IntEnum]:
     return enum.IntEnum(name, names, start=0)  # type: ignore[return-value]
 
 
-class _Extension(types.ModuleType):
+class StandIn(types.ModuleType):
     """Module whose missing attributes are enumerations, or functions that raise."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = _Enumeration(name, (), {}) if name[0].isupper() else _missing(name)
+        value = _Enumeration(name, (), {}) if name[0].isupper() else _missing(f"{self.__name__}.{name}")
         setattr(self, name, value)
         return value
 
 
 def _missing(name: str) -> Callable[..., Any]:
     def call(*_arguments: Any, **_named: Any) -> Any:
-        raise NotImplementedError(
-            f"transformer_engine_torch.{name} has no stand-in in bapo_rehearsal/transformer_engine"
-        )
+        raise NotImplementedError(f"{name} has no stand-in in bapo_rehearsal/transformer_engine")
 
     call.__name__ = name
     return call

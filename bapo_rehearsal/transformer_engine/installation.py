@@ -20,18 +20,19 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from bapo_rehearsal.fake.cuda_device import Stream
 from bapo_rehearsal.transformer_engine import (  # noqa: F401  each registers its kernels
     attention,
     layers,
 )
-from bapo_rehearsal.transformer_engine.extension import make_extension
+from bapo_rehearsal.transformer_engine.extension import StandIn, make_extension
 
 
-def answer_queries() -> None:
+def answer_transformer_engine() -> None:
     """Patch torch.cuda to report a GPU of compute capability 9.0 to Transformer Engine's modules."""
     answer_architecture((9, 0))
     torch.cuda.is_current_stream_capturing = lambda: False
-    torch.cuda.Stream = torch.cuda.Event = _SynchronousStream  # type: ignore[misc,assignment]
+    torch.cuda.Stream = torch.cuda.Event = Stream  # type: ignore[misc,assignment]
     torch.cuda.stream = lambda _stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
     available, on_gpu = torch.cuda.is_available, torch.Tensor.is_cuda
     torch.cuda.is_available = lambda: _asked_by_transformer_engine() or available()
@@ -54,17 +55,6 @@ def answer_architecture(architecture: tuple[int, int]) -> None:
 def _asked_by_transformer_engine() -> bool:
     """Whether a Transformer Engine module called the calling function."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("transformer_engine")
-
-
-class _SynchronousStream:
-    """Fake CUDA stream or event of a synchronous device: every method does nothing."""
-
-    def __init__(self, *_arguments: Any, **_named: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_arguments, **_named: None
 
 
 def wait_once_for_messages() -> None:
@@ -123,10 +113,10 @@ def install(folder: Path, *, answer_cuda: bool = True) -> types.ModuleType:
     sys.modules["transformer_engine_torch"] = extension
     for name in _NOT_IMPORTABLE:
         full_name = f"transformer_engine.pytorch.{name}"
-        sys.modules[full_name] = _Placeholder(full_name)
+        sys.modules[full_name] = StandIn(full_name)
     _replace_permutation()
     if answer_cuda:
-        answer_queries()
+        answer_transformer_engine()
     common = _import_common(folder)
     package = importlib.import_module("transformer_engine")
     package.common = common  # type: ignore[attr-defined]
@@ -189,16 +179,3 @@ def _replace_permutation() -> None:
     package, _, name = _PERMUTATION.rpartition(".")
     sys.modules[_PERMUTATION] = module
     setattr(sys.modules[package], name, module)  # ``import ... as`` reads the attribute
-
-
-class _Placeholder(types.ModuleType):
-    """Module in which every name is a function that raises when called."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def call(*_arguments: Any, **_named: Any) -> Any:
-            raise NotImplementedError(f"{self.__name__}.{name} needs onnxscript or triton")
-
-        return call

@@ -139,6 +139,20 @@ class RowBand:
     scales: tuple[BlockTensor | None, BlockTensor | None] = (None, None)
     """Scales of the tensors read and written, if in fp8."""
 
+    @classmethod
+    def of(
+        cls,
+        source: BlockTensor,
+        destination: BlockTensor,
+        row: int,
+        rows: int,
+        read: Sequence[Block],
+        written: Sequence[Block],
+    ) -> RowBand:
+        """Return the band of ``rows`` rows from ``row`` on."""
+        types, scales = (source.dtype, destination.dtype), (source.scales, destination.scales)
+        return cls(source.name, row, rows, prod(source.shape[1:]), read, written, *types, scales)
+
     @property
     def read_row(self) -> int:
         """Bytes of a row as read."""
@@ -161,36 +175,16 @@ def row_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand
     for begin, end in pairwise(edges):
         read, written = readers.at(begin), writers.at(begin)
         for row in range(begin, end, step):
-            yield RowBand(
-                source.name,
-                row,
-                min(step, end - row),
-                columns,
-                read,
-                written,
-                source.dtype,
-                destination.dtype,
-                (source.scales, destination.scales),
-            )
+            yield RowBand.of(source, destination, row, min(step, end - row), read, written)
 
 
 def block_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand]:
     """Yield bands of one row of fp8 blocks each, read from any number of source blocks."""
-    rows, columns = source.shape
+    rows = source.shape[0]
     for row in range(0, rows, BLOCK):
         count = min(BLOCK, rows - row)
         read = [block for block in source.blocks if row < block.row + block.rows and block.row < row + count]
-        yield RowBand(
-            source.name,
-            row,
-            count,
-            columns,
-            read,
-            destination.blocks,
-            source.dtype,
-            destination.dtype,
-            (None, destination.scales),
-        )
+        yield RowBand.of(source, destination, row, count, read, destination.blocks)
 
 
 class _Sweep:

@@ -68,9 +68,8 @@ class GeneratedSource:
 
     @cached_property
     def _rows(self) -> list[Row]:
-        shares = [self.size // len(self.tasks)] * len(self.tasks)
-        for number in range(self.size % len(self.tasks)):
-            shares[number] += 1
+        share, rest = divmod(self.size, len(self.tasks))
+        shares = [share + (number < rest) for number in range(len(self.tasks))]
         made = self._made(shares)
         turns = range(max(shares))
         return [rows[turn] for turn in turns for rows in made if turn < len(rows)]

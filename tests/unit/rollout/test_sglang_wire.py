@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf import weight_stream
 from bapo_megatron.hf.weight_stream import write_shards
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
@@ -141,7 +142,8 @@ def test_broken_weights_are_not_staged(
     assert not (tmp_path / "staging/v5").exists()
 
 
-def test_shards_end_by_size_and_alignment(tmp_path: Path) -> None:
+def test_shards_end_by_size_and_alignment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_stream, "_SHARD_BYTES", 40)
     weights = {
         "a": torch.arange(5.0),  # 20 bytes
         "b": torch.arange(6.0).view(2, 3).T,  # 24: the file has 44 of at least 40
@@ -149,7 +151,7 @@ def test_shards_end_by_size_and_alignment(tmp_path: Path) -> None:
         "d": torch.tensor(7.0),  # not at byte 6
         "e": torch.arange(4.0).half(),
     }
-    write_shards(weights.items(), tmp_path, shard_bytes=40)
+    write_shards(weights.items(), tmp_path)
     found = [load_file(path) for path in sorted(tmp_path.iterdir())]
     assert [list(tensors) for tensors in found] == [["a", "b"], ["c"], ["d", "e"]]
     for tensors in found:

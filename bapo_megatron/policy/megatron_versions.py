@@ -57,7 +57,13 @@ def common_state(read: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]
     function, renamed in 0.19, which is patched.
     """
     if release() < (0, 17):
-        yield {"common_strategy": _common_strategy(read)}
+        from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+
+        class CommonState(TorchCommonLoadStrategy):  # type: ignore[misc]
+            def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+                return read()
+
+        yield {"common_strategy": CommonState()}
         return
     from megatron.core.dist_checkpointing import serialization
 
@@ -68,16 +74,6 @@ def common_state(read: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]
         yield {}
     finally:
         setattr(serialization, name, usual)
-
-
-def _common_strategy(read: Callable[[], dict[str, Any]]) -> Any:
-    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
-
-    class CommonState(TorchCommonLoadStrategy):  # type: ignore[misc]
-        def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-            return read()
-
-    return CommonState()
 
 
 def marks_cut_experts() -> bool:

@@ -142,10 +142,6 @@ class HostBlocks:
     def __init__(self) -> None:
         self.blocks: list[Tensor] = []
 
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
-
     def pieces(self, storages: Sequence[Tensor], first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pieces of the storages from ``first`` on, each with its view of a host block."""
         place = sum(padded(data.numel()) for data in storages[:first])

@@ -165,7 +165,7 @@ def freed(
         sizes += [sum(parts) + policy.offload(), policy.offload(), policy.offload(keep_weights=True)]
         policy.reload()
         policy.reload()
-        host.append(policy._offload.host.nbytes)
+        host.append(sum(block.nbytes for block in policy._offload.host.blocks))
         update(policy, samples)
     return sizes, host, sum(buffer.numel for buffer in policy._model[0].buffers)
 

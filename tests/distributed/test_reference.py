@@ -150,7 +150,8 @@ def host_memory(models: Path) -> tuple[int, int]:
     policy = build(models / "qwen2", "one", "bfloat16", "model", TEMPERATURE)
     policy.load_reference(models / "qwen2_reference")
     assert policy._reference is not None
-    return policy._reference.host.nbytes, sum(one.nbytes for one in policy._weights.local.values())
+    blocks, weights = policy._reference.host.blocks, policy._weights.local.values()
+    return sum(block.nbytes for block in blocks), sum(one.nbytes for one in weights)
 
 
 def test_the_host_holds_one_copy_of_the_weights(models: Path) -> None:

@@ -291,7 +291,9 @@ def _compare(arguments: Sequence[str]) -> None:
     options = parse_options(CompareOptions, "bapo eval compare", arguments)
     options.check()
     comparisons = compare(options.a, options.b)
-    if alone := _suites(options.a).keys() ^ _suites(options.b).keys():
+    given = [folder for folder in (options.a, options.b) if (folder / SUMMARY).is_file()]  # one suite
+    alone = _suites(options.a).keys() ^ _suites(options.b).keys()
+    if alone and not given:
         print(f"left out, since not finished in both: {', '.join(sorted(alone))}", file=sys.stderr)
     if options.json:
         print(json.dumps([asdict(suite) for suite in comparisons], indent=2))

@@ -36,15 +36,15 @@ LAYOUTS = {
             "cp4",
             "dp2-cp2",
         ),
-        *("tp2-sp-cp2", "pp2-cp2 full", "tp2-sp-pp2-cp2", "tp2-sp-pp2-vpp2 full"),
+        *("tp2-cp2", "tp2-sp-cp2", "pp2-cp2 full", "tp2-sp-pp2-cp2", "tp2-sp-pp2-vpp2 full"),
     ],
     EXPERT_HYBRID: [
         *("pp3", "tp2-sp-etp2", "tp2-sp-ep2", "tp2-sp-cp2-ep2"),
         *("dp2-tp2-sp-ep2-etp2 selective", "dp2-pp2-vpp2-ep2", "tp2-sp-pp2-ep2 full"),
     ],
 }
-"""Any two ways to spread an update stand together in a layout. With recomputation more of them are in
-test_route_replay.py."""
+"""Ways to spread an update stand together by twos, but for some that only the optimizer joins. With
+recomputation more of them are in test_route_replay.py."""
 QUICK = [
     *((EXPERTS, text) for text in ("dp2-ep2 selective", "dp2-tp2-sp-ep2-etp2", "dp2-pp2-vpp2-ep2")),
     *((HYBRID, text) for text in ("tp2-sp-cp2", "pp2-vpp2 layers1+2+3+2 full")),

@@ -86,8 +86,14 @@ def files(count):
     for n in range(count):
         os.close(os.open(f"f{{n}}", os.O_CREAT | os.O_WRONLY))
     return True
+def content(path):
+    try:
+        return open(path, "rb").read()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since
+        return b""
+
 def anyone(path, *words):
-    return any(word in open(path.format(pid), "rb").read() for pid in os.listdir("/proc") if pid.isdigit()
+    return any(word in content(path.format(pid)) for pid in os.listdir("/proc") if pid.isdigit()
                and pid != str(os.getpid()) for word in words)
 """
 

@@ -87,7 +87,6 @@ class LocalEngine:
         await self.abort()
         await self._in_thread(self._model.close)
         self._runner.cancel()
-        self._threads.shutdown(wait=False)
 
     async def _run(self) -> None:
         while True:

@@ -42,6 +42,7 @@ def test_stop_signal_lead_is_below_the_time_limit(tmp_path: Path, time: str, sec
         ("partion = 'x'\n", "partion is unknown; there are "),
         ("[budgets]\ncrashs = 1\n", "budgets.crashs is unknown; there are "),
         ("qos = 3\n", "qos = 3 must be text or None"),
+        ("gpu = 'h100'\n", "gpu = 'h100' must be one of "),
         ("margin_s = 700\n", "margin_s = 700 must be below lead_s = 600"),
         ("mounts = ['/data']\ncontainer = 'c'\n", "mounts: '/data' must be HOST:CONTAINER"),
         ("mounts = ['/a:/b']\n", "mounts are of a container, and there is none"),

@@ -94,11 +94,12 @@ def test_what_is_expected_is_not_sent(fusion: JudgeServer) -> None:
     [
         (says(BROKEN), "could not run the program: .*SandboxError"),
         (says({"status": "Failed", "run_result": {"status": "Error"}}), "could not run the program"),
+        (says({"status": "SandboxError", "run_result": {"status": "Finished"}}), "could not run the program"),
         (says([1]), "could not run the program"),
         (raw("<html>"), "its answer is not JSON"),
         (says({"detail": "no such path"}, 404), "HTTP 404: .*no such path"),
     ],
-    ids=["broken", "error of the run", "list", "html", "404"],
+    ids=["broken", "error of the run", "error around a run", "list", "html", "404"],
 )
 def test_a_server_that_is_wrong_makes_no_program_wrong(answer: Answer, says_: str) -> None:
     with judge_server(answer) as server:

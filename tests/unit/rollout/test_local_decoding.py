@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -108,14 +107,6 @@ async def loaded(model: LocalModel, folder: Path) -> None:
     engine = LocalEngine(model)
     await engine.load(folder, 7, AsyncMock())
     assert await engine.weight_version() == 7
-
-
-async def test_a_closed_engine_leaves_no_thread(tmp_path: Path) -> None:
-    engine = LocalEngine(LocalModel(save_tiny_model("qwen2", tmp_path), max_batch=4))
-    await engine.close()
-    (own,) = (one for one in threading.enumerate() if one in engine._threads._threads)
-    await asyncio.to_thread(own.join, 20)
-    assert not own.is_alive()
 
 
 def test_a_folder_that_lacks_a_tensor_changes_nothing(tmp_path: Path) -> None:

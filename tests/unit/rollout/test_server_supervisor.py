@@ -129,7 +129,10 @@ def test_a_starting_server_does_not_count_as_hanging(
     supervisor.stop()
 
 
-def test_the_time_of_a_start_runs_while_another_server_is_waited_for(tmp_path: Path) -> None:
+def test_the_time_of_a_start_runs_while_another_server_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_LEAST_WAIT_S", 0.5)
     command, url = [sys.executable, "-c", "import time; time.sleep(60)"], "http://127.0.0.1:9"
     slow = process.ServerProcess(command, os.environ, url, tmp_path / "log")
     time.sleep(2.0)

@@ -15,10 +15,15 @@ from bapo_megatron.algo.bounds import fixed, grpo, paper
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.planning.job import Job, PlanOptions, shape_folder
+from bapo_megatron.planning.plan import make_plan
 from studies.gpu_study.__main__ import gpu_study
 from studies.gpu_study.arms import ARMS, Arm, GpuStudyOptions, make_arms, prepare_commands
 from studies.gpu_study.figures import COLUMNS, figures_of
 from studies.gpu_study.page import page, right_answers
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -31,6 +36,13 @@ def configured(arm: Arm) -> RunConfig:
     command, recipe, *flags = arm.command
     assert command == "train"
     return tyro.cli(RunConfig, default=load_recipe(Path(recipe), RunConfig), args=flags)
+
+
+def test_it_fits_on_one_h100() -> None:
+    recipe = ROOT / "studies/gpu_study/recipe.py"
+    run = load_recipe(recipe, RunConfig)
+    job = Job(run, read_model_shape(shape_folder(recipe, run.model.hf_path)), PlanOptions())
+    assert (job.gpus, make_plan(job).verdict.problems) == (1, [])
 
 
 def test_the_arms_in_their_order(options: GpuStudyOptions) -> None:

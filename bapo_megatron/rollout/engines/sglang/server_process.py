@@ -74,6 +74,9 @@ _CPU_VARIABLES = {
 }
 _VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 """Allows a server context above the model's (by ``RESERVED_TOKENS``); no request is that long."""
+
+_LEAST_WAIT_S = 30.0
+"""A server is asked at least so long: others may have taken the time since its start."""
 _WATCHDOG = "--watchdog-timeout"
 _OVERRIDE = "--json-model-override-args"
 _TEXT_ALONE = "language_model_only"
@@ -270,10 +273,11 @@ class ServerProcess(ChildProcess):
     def wait_ready(self, seconds: float = 300.0) -> None:
         """Wait until it is ready. Raises RuntimeError with its log if it ends, or is stopped as too slow.
         ``seconds``: since its start, so that servers that start together share the time."""
+        deadline = max(self.began + seconds, time.monotonic() + _LEAST_WAIT_S)
         while not self.is_ready():
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server at {self.url} ended:\n{self._tail()}")
-            if time.monotonic() > self.began + seconds:
+            if time.monotonic() > deadline:
                 self.stop()
                 raise RuntimeError(
                     f"the server at {self.url} was not ready in {seconds:g} s:\n{self._tail()}"

@@ -262,7 +262,8 @@ def with_former_defaults(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return ``config`` with the defaults that an older run began with, and a line to print for each (except
     ``optimizer.fused``). A new run, and fields in ``allow_change``, keep their present values."""
     stored, lines = _stored(config.directory), []
-    if stored is None or not has_steps(config.directory):
+    paths = config.paths
+    if stored is None or not (has_steps(paths.root) or next(paths.checkpoints.glob("step_*"), None)):
         return config, []
     then = with_present_fields(stored["config"])
     formers = {_DEFAULT_PRESET: _with_former_preset, _DEFAULT_ON_FAILURE: _with_former_failures}

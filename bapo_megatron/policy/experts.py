@@ -1,6 +1,6 @@
 """Mixture-of-experts layers: replay of the engine's routes, and expert load counts.
 
-``replaying`` changes a layer's spec so that the layer does both. A *route* is the experts that the inference
+``layers.ExpertsBuilder`` puts both into a layer's spec. A *route* is the experts that the inference
 engine chose for a token in each layer.
 
 **Replay**: a token goes to the experts of its route. Routes travel in the pack (``DocumentPack.routes``), so

@@ -312,7 +312,7 @@ def run_command(
 
 def run_module(module: str, arguments: Sequence[str], deadline_s: float) -> CommandResult:
     """Call ``run_command`` with this interpreter and ``-m module``."""
-    return run_command([sys.executable, "-m", module, *arguments], deadline_s, with_import_path(os.environ))
+    return run_command([sys.executable, "-m", module, *arguments], deadline_s)
 
 
 def exit_text(code: int) -> str:

@@ -43,6 +43,7 @@ from bapo_megatron.runtime.exit_codes import (
 from bapo_megatron.runtime.guards import death
 from bapo_megatron.runtime.http import LOOPBACK
 from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
+from bapo_megatron.runtime.storage import comes_of_failing_disk
 
 T = TypeVar("T")
 
@@ -353,7 +354,10 @@ def on_all_ranks(call: Callable[[], T]) -> list[T]:
     try:
         result = call()
     except Exception as error:  # the other ranks wait for the outcome
-        kind = next((kind for kind in (ConfigError, StorageFailed) if isinstance(error, kind)), RunStopped)
+        kinds: tuple[type[Exception], ...] = (ConfigError, StorageFailed)
+        kind = next((kind for kind in kinds if isinstance(error, kind)), RunStopped)
+        if comes_of_failing_disk(error):  # the job tries again: exit code 4 on every rank
+            kind = StorageFailed
         own, failure = error, (kind, str(error) or repr(error))
     outcomes = all_gather((result, failure))
     if own is not None:

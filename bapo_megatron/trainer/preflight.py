@@ -71,10 +71,15 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
 
 
 def run_checks(
-    config: RunConfig, read_dataset: bool = True, fork: ForkSource | None = None, samples_only: bool = False
+    config: RunConfig,
+    read_dataset: bool = True,
+    fork: ForkSource | None = None,
+    samples_only: bool = False,
+    of_job: bool = False,
 ) -> Iterator[Callable[[], object]]:
     """Yield the checks of ``check_run``, dataset reads last; do not call the others if the first fails.
-    ``samples_only``: those of ``check_rollout_only``."""
+    ``samples_only``: those of ``check_rollout_only``. ``of_job``: a layout that needs more GPUs than this
+    machine has is a job's, which starts servers on nodes of their own."""
 
     @cache
     def tokenizer() -> Any:
@@ -100,7 +105,7 @@ def run_checks(
         yield lambda: check_reference(config, tokenizer())
         yield lambda: check_fork(config, fork)
     yield lambda: check_same_run(config, samples_only)
-    yield lambda: _check_engine(config, samples_only)
+    yield lambda: _check_engine(config, samples_only, of_job)
     yield lambda: check_route_replay(config.rollout, config.model)
     if read_dataset:
         yield lambda: check_hooks(config.checkpoint, config.logging)
@@ -242,13 +247,13 @@ def _check_context(config: RunConfig) -> None:
             )
 
 
-def _check_engine(config: RunConfig, samples_only: bool = False) -> None:
+def _check_engine(config: RunConfig, samples_only: bool = False, of_job: bool = False) -> None:
     backend, parallel = engine_backend(config.rollout.engine), config.parallel
     if config.rollout.replay is None:
         gpus = _gpus()
         trains = gpus and not samples_only
         training = data_parallel_size(parallel, launched_world_size()) * parallel.model_size if trains else 0
-        backend.check(config.rollout, gpus, training)
+        backend.check(config.rollout, gpus, 0 if of_job and training > gpus else training)
 
 
 def check_route_replay(rollout: RolloutConfig, model: ModelConfig) -> None:

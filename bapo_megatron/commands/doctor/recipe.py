@@ -226,7 +226,7 @@ def problems_of(config: RunConfig, passed: list[object]) -> Iterator[str]:
 
     told: set[str] = set()
     wrong_fields: set[str] = set()
-    for number, check in enumerate(run_checks(config)):
+    for number, check in enumerate(run_checks(config, of_job=True)):
         try:
             passed.append(check())
             continue

@@ -94,9 +94,9 @@ class FusionServer:
             await self._client.close()
 
     def _ended(self, answer: Any) -> Ended | None:
-        run = answer.get("run_result") if isinstance(answer, dict) else None
-        fails = not isinstance(run, dict) or answer.get("status") == "SandboxError"
-        if fails or run.get("status") not in ("Finished", "TimeLimitExceeded"):
+        is_run = isinstance(answer, dict) and answer.get("status") != "SandboxError"
+        run = answer.get("run_result") if is_run else None
+        if not isinstance(run, dict) or run.get("status") not in ("Finished", "TimeLimitExceeded"):
             raise SandboxError(f"{self._client.address}: it could not run the program: {str(answer)[:300]}")
         if run["status"] == "TimeLimitExceeded":
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,6 @@ from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Need
 from bapo_megatron.rollout.sampler.process import ALIVE, WAKE_CALLS, Setup
 from bapo_megatron.rollout.sampler.step_batches import read_header
-from bapo_megatron.runtime.child_process import start_module
 from bapo_megatron.runtime.exit_codes import holding_signals
 from bapo_megatron.runtime.guards import death
 from bapo_megatron.types import StepHeader
@@ -232,9 +232,9 @@ class SamplerClient:
 
     def _launch(self) -> tuple[subprocess.Popen[bytes], Connection]:
         ours, theirs = Pipe()
-        end = theirs.fileno()
+        command = [sys.executable, "-m", _SERVICE, str(theirs.fileno())]
         with holding_signals():
-            process = start_module(_SERVICE, str(end), pass_fds=[end], start_new_session=False)
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
         self._is_set_up = False
         return process, ours

@@ -397,7 +397,7 @@ def test_a_recipe_that_ends_the_process_is_a_row(
 
 def test_the_doctor_calls_the_reward_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_rewards.py").write_text("def score(prompt, response):\n    return prompt.truth\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     base = shutil.copytree(DEMO.parent / "demo/policy", tmp_path / "base")
     for name in ("config", "generation_config", "tokenizer_config"):  # as a base model has them
         file = base / f"{name}.json"

@@ -143,6 +143,8 @@ def test_a_recipe_fits_its_gpus_and_a_run_accepts_its_servers(
             preflight._check_engine(started)
         named = replace(sglang, urls=("http://node9:30000",))
         preflight._check_engine(replace(run, rollout=replace(run.rollout, sglang=named)))
+        if found["gpus"] > 8 and run.parallel.model_size > 8:  # to the doctor it is a job's
+            preflight._check_engine(started, of_job=True)
 
 
 @pytest.mark.parametrize("name", COLOCATED)

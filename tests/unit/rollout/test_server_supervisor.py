@@ -137,7 +137,7 @@ def test_the_time_of_a_start_runs_while_another_server_is_waited_for(
     slow = process.ServerProcess(command, os.environ, url, tmp_path / "log")
     time.sleep(2.0)
     waited = time.monotonic()
-    with pytest.raises(RuntimeError, match="was not ready in 2 s"):
+    with pytest.raises(RuntimeError, match=r"was not ready in \d+ s"):
         slow.wait_ready(2.0)
     assert time.monotonic() - waited < 2.0
 

@@ -298,10 +298,13 @@ def test_a_program_must_be_there(tmp_path: Path) -> None:
 def test_a_command_gets_its_input_and_its_variables_and_is_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = with_import_path({**os.environ, "RANK": "0", "PYTHONPATH": "/users"})
+    ours = with_import_path({**os.environ, "RANK": "0", "MASTER_PORT": "1", "PYTHONPATH": "/users"})
     monkeypatch.setattr(os, "environ", ours)
     log = tmp_path / "logs/x.log"
-    words, text = ["sh", "-c", "cat; echo $BAPO_X ${RANK-none} $PYTHONPATH"], "given\ny z none /users\n"
+    words, text = (
+        ["sh", "-c", "cat; echo $BAPO_X ${RANK-none}${MASTER_PORT-} $PYTHONPATH"],
+        "given\ny z none /users\n",
+    )
     for append, times in ((False, 1), (True, 2), (False, 1)):  # the log begins anew, or is appended to
         command = UserCommand(words, {"BAPO_X": "y z"}, log, b"given\n", append=append)
         assert command.wait(LIMIT_S) == 0

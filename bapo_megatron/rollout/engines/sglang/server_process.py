@@ -279,8 +279,9 @@ class ServerProcess(ChildProcess):
                 raise RuntimeError(f"the server at {self.url} ended:\n{self._tail()}")
             if time.monotonic() > deadline:
                 self.stop()
+                took_s = time.monotonic() - self.began
                 raise RuntimeError(
-                    f"the server at {self.url} was not ready in {seconds:g} s:\n{self._tail()}"
+                    f"the server at {self.url} was not ready in {took_s:.0f} s:\n{self._tail()}"
                 )
             time.sleep(0.2)
 

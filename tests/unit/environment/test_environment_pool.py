@@ -22,7 +22,6 @@ from bapo_megatron.environment import pool as pools
 from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult, read_traits
 from bapo_megatron.environment.worker import Episodes
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.child_process import with_import_path
 from tests.support.environments import Dice
 
 pytestmark = pytest.mark.integration
@@ -270,10 +269,7 @@ async def test_a_step_that_cancels_itself_has_failed() -> None:
         assert (await player.say("e", "cancel")).failure == "raised"
 
 
-async def test_another_interpreter_sees_this_package_and_no_other_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", with_import_path(os.environ))  # as of a process that the run started
+async def test_another_interpreter_sees_this_package_and_no_other_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "beside_it.py").touch()
     (tmp_path / "elsewhere.py").write_text(
         f"import sys, beside_it\nassert {sysconfig.get_path('purelib')!r} not in sys.path\n"

@@ -263,7 +263,7 @@ def with_former_defaults(config: RunConfig) -> tuple[RunConfig, list[str]]:
     ``optimizer.fused``). A new run, and fields in ``allow_change``, keep their present values."""
     stored, lines = _stored(config.directory), []
     paths = config.paths
-    if stored is None or not (has_steps(paths.root) or next(paths.checkpoints.glob("step_*"), None)):
+    if stored is None or not (has_steps(paths.root) or any(step_entries(paths.checkpoints))):
         return config, []
     then = with_present_fields(stored["config"])
     formers = {_DEFAULT_PRESET: _with_former_preset, _DEFAULT_ON_FAILURE: _with_former_failures}

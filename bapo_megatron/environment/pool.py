@@ -31,7 +31,7 @@ from bapo_megatron.environment import Resume, Role, SampledTurn, Task, Turn, own
 from bapo_megatron.environment import settings as own_settings
 from bapo_megatron.environment.worker import THREADS
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, with_users_path
+from bapo_megatron.runtime.child_process import AnsweringChild, ChildError
 from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
 from bapo_megatron.workers.process import START_LIMIT_S, WorkerProgram
 
@@ -232,9 +232,7 @@ def worker_program(config: EnvironmentConfig, logs_dir: Path | None = None) -> W
     if config.python is None:
         return WorkerProgram((sys.executable, "-m", "bapo_megatron.environment.worker"), settings)
     # Without the run's import path, whose packages conflict.
-    return WorkerProgram(
-        (str(config.python), own_interpreter.__file__), settings, with_users_path(os.environ)
-    )
+    return WorkerProgram((str(config.python), own_interpreter.__file__), settings, os.environ)
 
 
 def read_traits(config: EnvironmentConfig, limit_s: float = START_LIMIT_S) -> Traits:

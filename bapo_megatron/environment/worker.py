@@ -224,7 +224,7 @@ class RandomStates:
     def __init__(self) -> None:
         self._generators: list[Any] = [(random.seed, random.setstate, random.getstate)]
         self._states: dict[str, list[Any]] = {}
-        with suppress(Exception):  # no numpy, or a broken one, which is its user's to meet
+        with suppress(ImportError):
             from numpy.random import get_state, seed, set_state
 
             self._generators.append((seed, set_state, get_state))

@@ -354,10 +354,9 @@ def on_all_ranks(call: Callable[[], T]) -> list[T]:
     try:
         result = call()
     except Exception as error:  # the other ranks wait for the outcome
-        kinds: tuple[type[Exception], ...] = (ConfigError, StorageFailed)
-        kind = next((kind for kind in kinds if isinstance(error, kind)), RunStopped)
-        if comes_of_failing_disk(error):  # the job tries again: exit code 4 on every rank
-            kind = StorageFailed
+        kind: type[Exception] = ConfigError if isinstance(error, ConfigError) else RunStopped
+        if isinstance(error, StorageFailed) or comes_of_failing_disk(error):
+            kind = StorageFailed  # exit code 4 on every rank: the job tries again
         own, failure = error, (kind, str(error) or repr(error))
     outcomes = all_gather((result, failure))
     if own is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from collections import Counter
 from pathlib import Path
@@ -203,7 +204,14 @@ def seen_by(folder: Path) -> str:
         header = dataclasses.replace(header, file=header.file._replace(path=folder / "elsewhere.npz"))
     with pytest.raises(StorageFailed, match="No such file") as raised:
         on_all_ranks(StepColumns(header, limit_s=0.3).open)
+    stale = OSError(errno.ESTALE, "Stale file handle")
+    with pytest.raises(OSError if is_main() else StorageFailed, match="Stale file handle"):
+        on_all_ranks(lambda: fail(stale) if is_main() else None)
     return str(raised.value)
+
+
+def fail(error: Exception) -> None:
+    raise error
 
 
 def test_a_file_that_one_rank_does_not_see_ends_all_of_them(tmp_path: Path) -> None:

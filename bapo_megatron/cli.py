@@ -15,6 +15,7 @@ from importlib import import_module
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.device import prepare_device, set_default, silence_libraries
 from bapo_megatron.runtime.exit_codes import exit_process, report_error
+from bapo_megatron.runtime.garbage import collect_rarely
 
 COMMANDS = {
     "train": "bapo_megatron.commands.train:train_command",
@@ -84,6 +85,7 @@ REMOVED = {
 
 def main() -> None:
     """Run the command in ``sys.argv`` and exit with its code."""
+    collect_rarely()
     try:
         code = run(sys.argv[1:])
     except Exception:

@@ -214,10 +214,11 @@ def _host(
     gc.freeze()  # finalizers of the caller's garbage may wait for threads that a fork lacks
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from bapo_megatron.runtime.device import silence_libraries
+    from bapo_megatron.runtime.garbage import importing
 
     silence_libraries()
-    prepare_layers(layers)
-    gc.freeze()  # ranks collect garbage in every phase and need not scan the imports
+    with importing():  # ranks collect garbage in every phase and need not scan the imports
+        prepare_layers(layers)
     running: dict[int, int] = {}
     waiting = list(range(len(requests)))
     while waiting or running:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import math
 import random
@@ -41,8 +42,8 @@ from bapo_megatron.rollout.engines.requests import Dataset, ModelLimits
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
-from bapo_megatron.rollout.sampler.process import collect_garbage_rarely
 from bapo_megatron.rollout.sampler.turns import Stepping
+from bapo_megatron.runtime.garbage import collect_rarely
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries
 from bapo_megatron.types import Prompt
 from benchmarks.common import RESULTS, in_a_process, machine, write
@@ -278,7 +279,8 @@ def measure(load: Load) -> Found:
     """Run the sampler under ``load``."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    collect_garbage_rarely()
+    gc.freeze()
+    collect_rarely()
     with tempfile.TemporaryDirectory() as folder, _engines(load) as url:
         return uvloop.run(_measure(load, url, Path(folder)))
 

@@ -46,6 +46,7 @@ from bapo_megatron.rollout.sampler.teacher import Teacher
 from bapo_megatron.rollout.sampler.turns import open_environments
 from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.exit_codes import ignore_signals
+from bapo_megatron.runtime.garbage import collect_rarely
 from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
 from bapo_megatron.runtime.storage import FailingDiskError, OldFiles, is_of_failing_disk
 
@@ -201,7 +202,8 @@ def main() -> None:
         if setup is None:  # the trainer closed the sampler before any call
             return
         use_threads(setup.config.threads)
-        collect_garbage_rarely()
+        gc.freeze()  # collections need not traverse the dataset
+        collect_rarely()  # with tens of thousands of requests they take half a core
         if setup.config.rollout.route_replay != "off":
             keep_freed_memory()
         uvloop.run(_serve(pipe, setup))
@@ -215,13 +217,6 @@ def use_threads(of_a_rank: int | None) -> None:
     if of_a_rank is not None:
         ranks = environment_variable("LOCAL_WORLD_SIZE") or environment_variable("WORLD_SIZE") or "1"
         torch.set_num_threads(of_a_rank * int(ranks))
-
-
-def collect_garbage_rarely() -> None:
-    """Make Python's cyclic garbage collection rare: with tens of thousands of requests it takes half a core.
-    The sampler's only cycles are errors with their tracebacks."""
-    gc.freeze()  # collections need not traverse the dataset
-    gc.set_threshold(100_000, 20, 100)
 
 
 def keep_freed_memory() -> None:

@@ -93,7 +93,7 @@ def run_config(folder: Path) -> RunConfig:
 @pytest.mark.parametrize(
     ("dtype", "written"),
     slow_but(
-        [("bfloat16", "dp2-cp2"), ("float32", "dp2-cp2"), ("bfloat16", "tp2-sp-dp2"), ("bfloat16", "dp8")],
+        [("bfloat16", "dp2-cp2"), ("float32", "tp2-sp-dp2"), ("bfloat16", "dp8")],
         ("bfloat16", "dp2-cp2"),
     ),
 )
@@ -117,7 +117,7 @@ def test_each_rank_writes_and_reads_its_share(
         assert rank_read < 1.2 * share + 3 * largest
 
 
-@pytest.mark.parametrize("text", slow_but(["one", "dp2", "tp2-sp", "pp2-vpp2", "dp2-cp2"], "tp2-sp"))
+@pytest.mark.parametrize("text", slow_but(["one", "tp2-sp", "pp2-vpp2"], "tp2-sp"))
 def test_a_checkpoint_passes_the_resume_check_at_every_layout(
     text: str, qwen2: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
@@ -135,7 +135,7 @@ def test_a_checkpoint_passes_the_resume_check_at_every_layout(
     assert list(fingerprint_differences(run_config(qwen2), stored, found)) == ["learning_rate"]
 
 
-@pytest.mark.parametrize("text", slow_but(["tp2-sp-ep2", "dp2-ep2", "one"], "tp2-sp-ep2"))
+@pytest.mark.parametrize("text", slow_but(["tp2-sp-ep2", "one"], "tp2-sp-ep2"))
 def test_the_resume_check_does_not_depend_on_ties_of_routers(
     text: str, samples: list[Sample], tmp_path: Path
 ) -> None:
@@ -243,10 +243,9 @@ def bytes_of_the_model(folder: Path, parallel: ParallelConfig) -> int:
     return reader.count
 
 
-@pytest.mark.parametrize("text", slow_but(["tp2", "pp2", "tp2-pp2"], "tp2-pp2"))
-def test_a_rank_reads_its_part_of_a_model_folder(text: str, tmp_path: Path) -> None:
+def test_a_rank_reads_its_part_of_a_model_folder(tmp_path: Path) -> None:
     """The bytes of all ranks are those of the folder, and of the norms once more for each rank of TP."""
-    folder, parallel = save_tiny_model("qwen2", tmp_path), layout(text).parallel
+    folder, parallel = save_tiny_model("qwen2", tmp_path), layout("tp2-pp2").parallel
     read = run_layout(bytes_of_the_model, parallel, folder, parallel)
     names = HfReader(folder).names
     sizes = {name: HfReader(folder).read(name).nbytes for name in names}

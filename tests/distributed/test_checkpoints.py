@@ -61,10 +61,7 @@ def save_and_go_on(
     return [steps, weights_of(policy)]
 
 
-CONTINUED = (
-    *(("float32", "tp2-pp2"), ("bfloat16", "pp2-vpp2")),
-    *(("bfloat16", "dp2-tp2-sp"), ("float32", "pp2-cp2")),
-)
+CONTINUED = (*(("bfloat16", "pp2-vpp2"), ("bfloat16", "dp2-tp2-sp"), ("float32", "pp2-cp2")),)
 
 
 @pytest.mark.parametrize(("dtype", "text"), slow_but(CONTINUED, ("bfloat16", "pp2-vpp2")))
@@ -155,7 +152,7 @@ def _write_checkpoint(folder: Path, step: int, sizes: list[int]) -> None:
     (path / "manifest.json").write_text(json.dumps({"files": files}))
 
 
-@pytest.mark.parametrize("damaged", slow_but(range(5), 0, 3))
+@pytest.mark.parametrize("damaged", [0, 3])
 def test_ranks_share_the_reading_of_a_checkpoint(damaged: int, tmp_path: Path) -> None:
     """Whichever rank's share is damaged, all ranks take the same older one."""
     sizes = [100, 5000, 3000, 4000, 2000]

@@ -87,7 +87,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(EXPERTS, tmp_path_factory.mktemp("experts"))
 
 
-LAYOUTS = {"float32": ("dp3", "tp2-sp-cp2"), "bfloat16": ("pp2-vpp2", "dp2-tp2-sp")}
+LAYOUTS = {"float32": ("tp2-sp-cp2",), "bfloat16": ("pp2-vpp2",)}
 QUICK = [(text, dtype) for text in ("one", "dp2-cp2") for dtype in LAYOUTS]
 MORE = [(text, dtype) for dtype, texts in LAYOUTS.items() for text in texts]
 
@@ -99,13 +99,10 @@ def test_updates_are_those_of_the_models_device(
     check_updates(qwen2, samples, text, dtype)
 
 
-EXPERT_LAYOUTS = [
-    *(("one", "bfloat16"), ("tp2-sp-etp2", "float32")),
-    *(("dp2-tp2-sp-ep4", "bfloat16"), ("dp2-pp2-ep2", "float32"), ("dp4-ep2", "bfloat16")),
-]
+EXPERT_LAYOUTS = [("dp4-ep2", "bfloat16"), ("tp2-sp-etp2", "float32"), ("dp2-pp2-ep2", "float32")]
 
 
-@pytest.mark.parametrize(("text", "dtype"), slow_but(EXPERT_LAYOUTS, ("dp4-ep2", "bfloat16")))
+@pytest.mark.parametrize(("text", "dtype"), slow_but(EXPERT_LAYOUTS, EXPERT_LAYOUTS[0]))
 def test_updates_of_experts_are_those_of_the_models_device(
     text: str, dtype: str, experts: Path, samples: list[Sample]
 ) -> None:
@@ -216,20 +213,15 @@ def written(
 
 
 MOVES = [
-    ("qwen2", "float32", ("one", "cpu"), ("dp3", "cpu")),
-    ("qwen2", "float32", ("dp2-cp2", "cpu"), ("tp2-pp2", "model")),
-    ("qwen2", "float32", ("tp2-sp-pp2", "model"), ("dp3", "cpu")),
-    ("qwen2", "bfloat16", ("one", "cpu"), ("tp2-pp2", "model")),
-    ("qwen2", "bfloat16", ("dp2-cp2", "cpu"), ("dp3", "cpu")),
     ("qwen2", "bfloat16", ("dp2-cp2", "cpu"), ("tp2-pp2", "model")),
-    ("qwen2", "bfloat16", ("tp2-sp-pp2", "model"), ("dp3", "cpu")),
     (EXPERTS, "bfloat16", ("dp2-ep2", "cpu"), ("tp2-sp", "model")),
+    ("qwen2", "bfloat16", ("tp2-sp-pp2", "model"), ("dp3", "cpu")),
+    ("qwen2", "float32", ("one", "cpu"), ("dp3", "cpu")),
     (EXPERTS, "bfloat16", ("tp2-sp-etp2", "model"), ("dp2-ep2", "cpu")),
-    (EXPERTS, "bfloat16", ("one", "cpu"), ("dp2-pp2-ep2", "cpu")),
 ]
 
 
-@pytest.mark.parametrize(("family", "dtype", "wrote", "reads"), slow_but(MOVES, *MOVES[5:8]), ids=str)
+@pytest.mark.parametrize(("family", "dtype", "wrote", "reads"), slow_but(MOVES, *MOVES[:3]), ids=str)
 def test_checkpoints_move_between_host_and_device(
     family: str,
     dtype: str,

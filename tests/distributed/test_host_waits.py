@@ -101,30 +101,20 @@ def test_the_counter_sees_what_waits() -> None:
     assert set(counted.places) == {"distributed/test_host_waits.py <lambda>"}
 
 
-TP = ParallelConfig(tensor=2)
 SP = ParallelConfig(tensor=2, sequence=True)
 PP = ParallelConfig(pipeline=2)
 INTERLEAVED = ParallelConfig(pipeline=2, virtual=2)
-DP = ParallelConfig(data=2)
 ALL = ParallelConfig(tensor=2, pipeline=2, data=2, sequence=True)
 ETP = ParallelConfig(tensor=2, data=2, sequence=True, expert_tensor=2)
 
 CASES = [
-    Case("qwen2", "bfloat16", "none", ONE),
-    Case("qwen2", "bfloat16", "selective", ONE),
-    Case("qwen2", "bfloat16", "full", ONE),
-    Case("qwen2", "float32", "none", TP),
     Case("qwen3", "bfloat16", "none", SP),
-    Case("llama", "float32", "full", SP),
-    Case("qwen2", "bfloat16", "none", PP),
-    Case("llama", "bfloat16", "selective", PP),
-    Case("qwen3", "float32", "full", PP),
     Case("qwen2", "bfloat16", "none", INTERLEAVED),
-    Case("qwen3", "float32", "none", DP),
+    Case("qwen2", "bfloat16", "selective", ONE),
+    Case("llama", "float32", "full", SP),
+    Case("llama", "bfloat16", "selective", PP),
     Case("qwen2", "bfloat16", "none", ALL),
-    Case("qwen3_moe", "bfloat16", "none", ONE),
     Case("qwen3_moe", "bfloat16", "selective", ONE),
-    Case("qwen3_moe", "float32", "none", SP),
     Case("qwen3_moe", "float32", "full", PP),
     Case("qwen3_moe", "bfloat16", "none", ETP),
 ]
@@ -136,7 +126,7 @@ def name_of(case: Case) -> str:
     return f"{case.family}-{case.dtype}-{case.recompute}-{layout}"
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, CASES[4], CASES[9]), ids=name_of)
+@pytest.mark.parametrize("case", slow_but(CASES, *CASES[:2]), ids=name_of)
 def test_predicted_memory_is_what_is_allocated(case: Case, tmp_path: Path) -> None:
     folder = save_model(case.family, tmp_path)
     for rank, (predicted, measured) in enumerate(compare(case, folder)):

@@ -45,18 +45,10 @@ UPDATES = 2
 
 
 LAYOUTS = [
-    *(
-        "one pack64",
-        "tp2-sp selective",
-        "tp2-sp full",
-        "pp4 selective",
-        "pp2-vpp2",
-        "pp2-vpp2 pack4096",
-        "pp3",
-    ),
-    *("pp2 layers1+3", "cp2 pack200", "cp4 selective", "cp2 pack4096 shuffled", "dp3", "dp4 shuffled"),
-    *("tp2-sp-pp2", "tp2-sp-cp2", "pp2-vpp2-cp2 full shuffled", "pp3-cp2 selective", "tp2-sp-pp3"),
-    *("dp2-tp2-sp", "dp2-cp2", "dp2-pp2-vpp2", "dp2-tp2-pp2", "tp2-sp-pp2-cp2", "tp2-sp-pp2-vpp2-cp2 full"),
+    *("one pack64", "tp2-sp full", "pp4 selective", "pp2-vpp2", "pp2-vpp2 pack4096", "pp3", "cp2 pack200"),
+    *("cp4 selective", "cp2 pack4096 shuffled", "dp3", "dp4 shuffled", "tp2-sp-pp2"),
+    *("pp2-vpp2-cp2 full shuffled", "pp3-cp2 selective", "dp2-tp2-sp", "dp2-cp2", "dp2-pp2-vpp2"),
+    "tp2-sp-pp2-vpp2-cp2 full",
 ]
 """Ways to spread an update stand together by twos, but for some that only the optimizer joins."""
 QUICK = ("one pack64", "tp2-sp full", "pp2-vpp2", "pp3", "cp2 pack200", "dp3", "tp2-sp-pp2", "dp2-cp2")
@@ -258,7 +250,7 @@ def alone_with_one_sample(qwen2: Path, samples: list[Sample]) -> Answer:
     return found
 
 
-@pytest.mark.parametrize("text", slow_but(["dp3", "pp2-vpp2", "dp2-cp2"], "dp3"))
+@pytest.mark.parametrize("text", slow_but(["dp3", "pp2-vpp2"], "dp3"))
 def test_dummy_packs_contribute_nothing(
     text: str, qwen2: Path, samples: list[Sample], alone_with_one_sample: Answer
 ) -> None:
@@ -279,9 +271,7 @@ def gradients(qwen2: Path, samples: list[Sample]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("text", "hold"),
-    slow_but(
-        [("one", False), ("one", True), ("tp2-sp", False), ("pp2", False), ("cp2", False)], ("tp2-sp", False)
-    ),
+    slow_but([("one", True), ("tp2-sp", False), ("pp2", False), ("cp2", False)], ("tp2-sp", False)),
 )
 def test_gradients_in_bfloat16_are_close_to_float32(
     text: str, hold: bool, qwen2: Path, samples: list[Sample], gradients: dict[str, torch.Tensor]

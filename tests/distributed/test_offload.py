@@ -119,22 +119,14 @@ def outcome(
 
 
 CASES = [
-    *(("one", "bfloat16", "model", "llama"), ("tp2-sp", "float32", "model", "llama")),
-    *(("cp2", "bfloat16", "model", "llama"), ("dp2", "bfloat16", "model", "qwen2")),
-    *(("pp2-vpp2", "bfloat16", "model", "llama"), ("pp2", "float32", "model", "qwen2")),
-    *(("dp2-tp2-sp", "bfloat16", "model", "qwen2"), ("tp2-sp", "bfloat16", "cpu", "qwen2")),
-    *(("pp2-vpp2", "bfloat16", "cpu", "llama"), ("cp2", "float32", "cpu", "llama")),
-    ("dp3", "float32", "cpu", "qwen2"),
+    *(("dp2", "bfloat16", "model", "qwen2"), ("tp2-sp", "float32", "model", "llama")),
+    *(("pp2-vpp2", "bfloat16", "cpu", "llama"), ("cp2", "bfloat16", "model", "llama")),
+    *(("pp2", "float32", "model", "qwen2"), ("dp2-tp2-sp", "bfloat16", "cpu", "qwen2")),
 ]
 """Families alternate; pipeline stages have both, as llama's share its tied embedding."""
-FEW = [
-    ("dp2", "bfloat16", "model", "qwen2"),
-    ("tp2-sp", "float32", "model", "llama"),
-    ("pp2-vpp2", "bfloat16", "cpu", "llama"),
-]
 
 
-@pytest.mark.parametrize(("text", "dtype", "device", "family"), slow_but(CASES, *FEW), ids=str)
+@pytest.mark.parametrize(("text", "dtype", "device", "family"), slow_but(CASES, *CASES[:3]), ids=str)
 def test_updates_are_those_of_a_policy_that_stays(
     text: str, dtype: str, device: Device, family: str, models: Path, samples: list[Sample]
 ) -> None:
@@ -367,8 +359,8 @@ def load(
     ("text", "dtype", "device", "other"),
     slow_but(
         [
-            *(("one", "bfloat16", "model", "tp2-sp"), ("dp2", "float32", "model", "one")),
-            *(("dp2-tp2-sp", "bfloat16", "model", "dp2-tp2-sp"), ("dp2", "bfloat16", "cpu", "dp2")),
+            *(("dp2", "float32", "model", "one"), ("dp2", "bfloat16", "cpu", "dp2")),
+            ("dp2-tp2-sp", "bfloat16", "model", "dp2-tp2-sp"),
         ],
         ("dp2", "bfloat16", "cpu", "dp2"),
         ("dp2", "float32", "model", "one"),

@@ -125,7 +125,7 @@ def test_one_process_starts_every_step_at_ratio_one(alone: Answer) -> None:
         assert sum(shares) == pytest.approx(1)
 
 
-LAYOUTS = ("dp2", "dp3", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "dp2-cp2", "dp2-tp2-pp2")
+LAYOUTS = ("dp3", "pp2-vpp2", "dp2-cp2", "dp2-tp2-pp2")
 
 
 @pytest.mark.parametrize("text", slow_but(LAYOUTS, "dp3", "pp2-vpp2"))
@@ -233,7 +233,7 @@ def pass_of_old_log_probs(folder: Path, parallel: ParallelConfig) -> Pass:
     )
 
 
-@pytest.mark.parametrize("text", slow_but(["one", "dp3", "tp2-sp", "pp2-vpp2", "dp2-cp2"], "one", "dp2-cp2"))
+@pytest.mark.parametrize("text", slow_but(["one", "dp2-cp2", "tp2-sp", "pp2-vpp2"], "one", "dp2-cp2"))
 def test_prompts_and_tools_have_no_logits(text: str, qwen2: Path) -> None:
     """A row for each trained token, one where a part has none; its values are those of a whole pass."""
     parallel = layout(text).parallel
@@ -306,7 +306,7 @@ def test_both_masks_and_the_clipping_do_something(corrected: Answer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["dp3", "cp2", "tp2-sp-pp2"])
+@pytest.mark.parametrize("text", ["dp3", "tp2-sp-pp2"])
 def test_every_layout_rejects_the_same(text: str, qwen2: Path, corrected: Answer) -> None:
     parallel = layout(text).parallel
     for ours in run_layout(answer, parallel, qwen2, parallel, GSPO):
@@ -317,9 +317,8 @@ def test_every_layout_rejects_the_same(text: str, qwen2: Path, corrected: Answer
             torch.testing.assert_close(tensor, corrected.weights[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("text", slow_but(["one", "dp2"], "one"))
-def test_updates_that_are_rejected_whole_change_nothing(text: str, qwen2: Path) -> None:
-    before, parallel = HfReader(qwen2), layout(text).parallel
+def test_updates_that_are_rejected_whole_change_nothing(qwen2: Path) -> None:
+    before, parallel = HfReader(qwen2), ParallelConfig(data=2)
     for ours in run_layout(answer, parallel, qwen2, parallel, NOTHING):
         assert [row["policy/tokens"] for row in ours.metrics] == [0.0, 0.0]
         assert [row["version"] for row in ours.metrics] == [0, 0]

@@ -60,11 +60,10 @@ def worst_difference(folder: Path, samples: list[Sample], family: str, temperatu
 
 
 @pytest.mark.parametrize("family", FORMS)
-@pytest.mark.parametrize("temperature", slow_but([1.0, 0.6], 0.6))
-def test_log_probs_and_entropies_equal_transformers(family: str, temperature: float, tmp_path: Path) -> None:
+def test_log_probs_and_entropies_equal_transformers(family: str, tmp_path: Path) -> None:
     folder = save_tiny_model(family, tmp_path)
     samples = random_samples(12, seed=5)
-    [worst] = run_layout(worst_difference, ONE, folder, samples, family, temperature)
+    [worst] = run_layout(worst_difference, ONE, folder, samples, family, 0.6)
     assert worst < 1e-5
 
 
@@ -198,8 +197,9 @@ def torch_updates(family: str, samples: list[Sample], loss_mean: str) -> tuple[l
     return results, model.state_dict()
 
 
-@pytest.mark.parametrize("family", FORMS)
-@pytest.mark.parametrize("loss_mean", slow_but(["token", "sequence"], "token"))
+@pytest.mark.parametrize(
+    ("family", "loss_mean"), [*((form, "token") for form in FORMS), ("qwen2", "sequence")]
+)
 def test_updates_equal_transformers_with_adamw(family: str, loss_mean: str, tmp_path: Path) -> None:
     folder = save_tiny_model(family, tmp_path)
     samples = random_samples(10, seed=7)
@@ -297,7 +297,7 @@ def update_with_nan(
     return message, same, policy.version
 
 
-@pytest.mark.parametrize("text", slow_but(["one", "dp2", "tp2-cp2"], "dp2"))
+@pytest.mark.parametrize("text", slow_but(["dp2", "tp2-cp2"], "dp2"))
 @pytest.mark.parametrize(
     ("broken", "says"),
     [(nan_loss, "the loss of update 1 is nan"), (nan_gradient, "the gradient norm is nan")],
@@ -314,27 +314,24 @@ def test_a_nan_on_one_replica_stops_every_rank_and_spares_the_weights(
         assert version == 0
 
 
-def export(folder: Path, parallel: ParallelConfig, output: Path, shard_bytes: int) -> None:
+def export(folder: Path, parallel: ParallelConfig, output: Path) -> None:
     policy = policy_on(folder, parallel=parallel)
     packs = pack_samples(random_samples(4), 96, "token", policy.pack_layout)
     policy.update(packs, weighted_loss)
-    export_hf(policy.hf_weights(), folder, output, shard_bytes)
+    export_hf(policy.hf_weights(), folder, output, shard_bytes=20_000)
     stats = policy.log_probs(packs)
     torch.save([(pack.rows, s.log_prob_T) for pack, s in zip(packs, stats, strict=True)], output / "stats.pt")
 
 
 @pytest.mark.parametrize("family", slow_but(FORMS, *FAMILIES))
-@pytest.mark.parametrize("shard_bytes", slow_but([20_000, 2**30], 20_000))
-def test_export_loads_in_transformers_with_the_same_log_probs(
-    family: str, shard_bytes: int, tmp_path: Path
-) -> None:
+def test_export_loads_in_transformers_with_the_same_log_probs(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = save_tiny_model(family, tmp_path / "hf")
     parallel = ParallelConfig(tensor=2, pipeline=2)
     output = tmp_path / "out"
-    run_layout(export, parallel, folder, parallel, output, shard_bytes)
-    assert len(list(output.glob("*.safetensors"))) > (1 if shard_bytes < 2**30 else 0)
+    run_layout(export, parallel, folder, parallel, output)
+    assert len(list(output.glob("*.safetensors"))) > 1
     assert (output / "config.json").read_bytes() == (folder / "config.json").read_bytes()
     model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32).eval()
     samples = random_samples(4)

@@ -45,16 +45,13 @@ class Budget:
 BUDGETS = {
     "bp_math_32b_64k": Budget(8.8, 5.3, 4, layers=8),
     "partial_rollout_7b": Budget(48.5, 34.4, 4),
-    "r1_distill_qwen_14b_16k": Budget(13.1, 8.6, 4, layers=8),
     "octothinker_llama_3b": Budget(9.5, 5.5, 4, layers=8),
     "r1_distill_qwen_32b": Budget(15.6, 7.2, 20, layers=16),
-    "qwen3_4b_8k": Budget(13.3, 5.6, 4, layers=8),
     "qwen3_5_4b_8k": Budget(19.3, 7.1, 4, layers=8),
-    "qwen3_8b_16k": Budget(16.3, 8.5, 4, layers=8),
     "qwen3_8_27b_32k": Budget(16.7, 10.2, 20, layers=16),
     "qwen3_32b_two_nodes": Budget(9.4, 4.3, 26, layers=8),
 }
-"""Not of bp_math_7b_64k, the first with fewer ranks, and r1_distill_qwen_7b_8k, laid out as qwen3_8b_16k.
+"""One recipe of each layout and kind of model.
 
 The plan says whether they fit (tests/unit/config/test_recipes.py).
 """
@@ -194,7 +191,6 @@ def _check_turns(rehearsal: Rehearsal) -> None:
 
 
 LAYERS = [
-    ("Qwen3-32B", "none", 8),
     ("Qwen3-32B", "selective", 8),
     ("DeepSeek-R1-Distill-Qwen-32B", "none", 1),
 ]

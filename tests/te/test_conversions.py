@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from tests.te.conftest import at_versions
 
 pytestmark = pytest.mark.distributed
 
-ONE = ParallelConfig()
+ONE, TP2_PP2 = ParallelConfig(), ParallelConfig(tensor=2, pipeline=2)
 
 
 def save_new_policy(folder: Path, path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -63,7 +62,7 @@ def test_hugging_face_names_in_and_out(family: str, te: TransformerEngineProcess
 
 @pytest.mark.parametrize(
     ("te", "family", "parallel"),
-    at_versions(product(FAMILIES, (ONE, ParallelConfig(tensor=2, pipeline=2))), ("qwen3", ONE)),
+    at_versions([("qwen3", ONE), *((family, TP2_PP2) for family in ("qwen2", "llama"))], ("qwen3", ONE)),
     indirect=["te"],
 )
 def test_converted_checkpoints_load_strictly(

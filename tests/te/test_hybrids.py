@@ -18,7 +18,7 @@ from tests.te.conftest import answers, at_versions
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = ("one full", "tp2", "tp2-sp selective", "pp2-vpp2", "tp2-sp-cp2", "tp2-sp-pp2 full")
+LAYOUTS = ("one full", "tp2-sp selective", "pp2-vpp2", "tp2-sp-cp2")
 
 
 @pytest.fixture(scope="module")

@@ -123,15 +123,14 @@ def test_what_the_trainer_saves_is_read_bitwise(
     assert (found.equal, found.tensors) == (True, 4 * len(saved)), found
 
 
-@pytest.mark.parametrize("content", slow_but([STACKED, SINGLETON], STACKED), ids=["stacked", "singleton"])
 def test_a_resharded_checkpoint_continues_bitwise(
-    content: dict[str, Any], models: dict[str, Path], samples: list[Sample], tmp_path: Path
+    models: dict[str, Path], samples: list[Sample], tmp_path: Path
 ) -> None:
     """At the layout that wrote it, model and optimizer: from stacked keys with a padded vocabulary."""
     parallel = ParallelConfig(tensor=2, pipeline=2)
     model, path = models["qwen2"], tmp_path / "policy"
     arguments = (model, "bfloat16", parallel, path, samples)
-    [(saved, steps), *_] = run_layout(save, parallel, *arguments, content)
+    [(saved, steps), *_] = run_layout(save, parallel, *arguments, STACKED)
     reshard(path, tmp_path / "again", grid=3, vocabulary_multiple=96, reference=model)
     again = (model, "bfloat16", parallel, tmp_path / "again/release", samples)
     [(loaded, same), *_] = run_layout(go_on, parallel, *again)

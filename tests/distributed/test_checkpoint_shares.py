@@ -25,7 +25,6 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.reader import HfReader
-from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.optimizer_state import Piece, cut
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -207,34 +206,6 @@ def test_each_fault_on_one_rank_changes_a_digest(qwen2: Path, samples: list[Samp
     for name, (_, changed) in FAULTS.items():
         assert {one for one in right if faults[name][one] != right[one]} == changed, name
     assert faults["one flipped weight"]["weights"][0] == right["weights"][0]  # the other copy is whole
-
-
-def megatrons_own(
-    folder: Path, samples: list[Sample], parallel: ParallelConfig, path: Path, writes: bool
-) -> Digests:
-    """Save by megatron's own gathering and load by ours, or the other way round: the digests of both."""
-    ours = megatron_checkpoint.shard_over_ranks
-    policy = trained(folder, "bfloat16", samples, parallel)
-    before = policy.state_digest()
-    if writes:
-        megatron_checkpoint.shard_over_ranks = lambda _optimizer: None
-    complete(policy.save(path))
-    megatron_checkpoint.shard_over_ranks = ours if writes else lambda _optimizer: None
-    other = small_policy(folder, parallel, "bfloat16")
-    other.load(path, 2)
-    assert other.state_digest() == before
-    return before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("writes", [True, False])
-def test_files_are_those_of_megatron(
-    writes: bool, qwen2: Path, samples: list[Sample], tmp_path: Path
-) -> None:
-    """Checkpoints of earlier versions load, and megatron's own reader loads ours."""
-    parallel = ParallelConfig(tensor=2, data=2)
-    digests = run_layout(megatrons_own, parallel, qwen2, samples, parallel, tmp_path / "policy", writes)
-    assert digests == [digests[0]] * 4
 
 
 def bytes_of_the_model(folder: Path, parallel: ParallelConfig) -> int:

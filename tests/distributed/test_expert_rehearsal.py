@@ -40,7 +40,6 @@ FEW, MORE = 2, 4
 
 RECIPES = {
     "qwen3_30b_a3b": (2, ()),
-    "qwen3_30b_a3b_two_nodes": (2, ()),
     "qwen3_6_35b_a3b": (4, ()),  # three of Gated DeltaNet, one of attention
     "qwen3_235b_a22b": (5, (1, 1, 1, 2)),
 }

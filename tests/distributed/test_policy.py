@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bapo_megatron.checkpoint.export import export_hf
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
-from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 from tests.support.fp8 import in_bfloat16, save_fp8_folder
@@ -76,30 +74,6 @@ def test_long_positions_see_llama_rope_scaling(tmp_path: Path) -> None:
     assert worst < 2e-5
 
 
-class ScaledReader:
-    """The tensors of a folder, doubled."""
-
-    def __init__(self, folder: Path) -> None:
-        self._inner = HfReader(folder)
-
-    def read(self, name: str, *part: slice) -> torch.Tensor:
-        return self._inner.read(name, *part) * 2
-
-
-def weights_of_reader(folder: Path) -> dict[str, torch.Tensor]:
-    model, batch = ModelConfig(folder, "float32"), BatchConfig(pack_tokens=96)
-    policy = MegatronPolicy(model, ONE, batch, OptimizerConfig(), 1, reader=ScaledReader(folder))
-    return weights_of(policy)
-
-
-def test_weights_come_from_the_reader_that_is_given(tmp_path: Path) -> None:
-    folder = save_tiny_model("qwen2", tmp_path)
-    [weights] = run_layout(weights_of_reader, ONE, folder)
-    stored = HfReader(folder)
-    assert weights
-    assert all(torch.equal(tensor, stored.read(name) * 2) for name, tensor in weights.items())
-
-
 def loaded_weights(folder: Path, parallel: ParallelConfig) -> dict[str, torch.Tensor]:
     return weights_of(policy_on(folder, parallel=parallel))
 
@@ -116,32 +90,6 @@ def test_every_rank_reads_its_part_of_a_folder_in_fp8(family: str, tmp_path: Pat
     for weights in run_layout(loaded_weights, parallel, folder, parallel):
         assert weights.keys() == wanted.keys()
         assert all(torch.equal(tensor, wanted[name].float()) for name, tensor in weights.items())
-
-
-def reductions(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> list[int]:
-    """All-reduces over all ranks in a forward-only pass and in a pass for log-probs; and their sums."""
-    policy = policy_on(folder, parallel=parallel)
-    packs = pack_samples(samples, 96, "token", policy.pack_layout)
-    plain, sizes = dist.all_reduce, []
-
-    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not args and "group" not in kwargs:
-            sizes.append(tensor.numel())
-        return plain(tensor, *args, **kwargs)
-
-    dist.all_reduce = counted
-    policy.token_sums(packs, weighted_loss)
-    policy.log_probs(packs)
-    dist.all_reduce = plain
-    return sizes
-
-
-def test_a_pass_reduces_one_vector_over_all_ranks(tmp_path: Path) -> None:
-    """The first stage, which evaluates no pack, knows the vector's length without asking."""
-    folder = save_tiny_model("qwen2", tmp_path)
-    parallel = ParallelConfig(pipeline=2)
-    for sizes in run_layout(reductions, parallel, folder, random_samples(5), parallel):
-        assert sizes == [2]
 
 
 def worst_long_difference(folder: Path, samples: list[Sample]) -> float:

@@ -7,14 +7,13 @@ rehearsals.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bapo_megatron.config import DistillationConfig, RunConfig
+from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.planning.job import Job, PlanOptions, shape_folder
@@ -24,11 +23,8 @@ from bapo_rehearsal.records import RankRequest
 from bapo_rehearsal.results import rehearsal_dict
 from tests.support.cluster_recipes import cluster_recipe
 from tests.support.rehearsals import shortened
-from tests.support.shapes import activation_bytes_per_token
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -88,45 +84,16 @@ def of_budget(name: str, folder: Path) -> Rehearsal:
     return Rehearsal(shortened(path, layers, folder), folder) if layers else of_recipe(path)
 
 
-def of_layers(shape: str, recompute: Any, context: int, layers: int, folder: Path) -> Rehearsal:
-    """A recipe of 64k tokens, with a few layers of another model, and as long sequences as it has GPUs."""
-    config = json.loads((ROOT / f"recipes/shapes/{shape}/config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
-    run = load_recipe(ROOT / "recipes/bp_math_32b_64k.py", RunConfig)
-    run = replace(
-        run,
-        model=replace(run.model, hf_path=folder),
-        parallel=replace(run.parallel, context=context),
-        batch=replace(run.batch, recompute=recompute, pack_tokens=8448 * context),
-        rollout=replace(run.rollout, max_response_tokens=4096 * context),
-    )
-    return Rehearsal(Job(run, read_model_shape(folder), PlanOptions()), folder)
-
-
-def with_teacher(plain: Rehearsal) -> Rehearsal:
-    """The same job with a distillation."""
-    run = plain.job.run
-    algorithm = replace(run.algorithm, distillation=DistillationConfig(1.0))
-    return Rehearsal(replace(plain.job, run=replace(run, algorithm=algorithm)), plain.folder)
-
-
 @pytest.fixture(scope="module")
 def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rehearsal]:
     """All of this file in one go, as what they import takes as long as some of them."""
     recipes = {name: of_budget(name, tmp_path_factory.mktemp("shape")) for name in BUDGETS}
-    shapes = {
-        f"{case}, {layers} layers": of_layers(*case, layers, tmp_path_factory.mktemp("shape"))
-        for case in LAYERS
-        for layers in FEW
-    }
-    shapes["a teacher"] = with_teacher(shapes[f"{LAYERS[-1]}, {FEW[0]} layers"])
-    everything = recipes | shapes
-    results = rehearse([request for one in everything.values() for request in one.requests()], "te")
-    for one in everything.values():
+    results = rehearse([request for one in recipes.values() for request in one.requests()], "te")
+    for one in recipes.values():
         ranks, results = results[: len(one.requests())], results[len(one.requests()) :]
         assert [rank.error for rank in ranks] == [None] * len(ranks)
         one.found = rehearsal_dict(ranks, one.job)
-    return everything
+    return recipes
 
 
 @pytest.mark.parametrize("recipe", BUDGETS)
@@ -188,39 +155,3 @@ def _check_turns(rehearsal: Rehearsal) -> None:
         assert found["peak_gb"]["hand over"] < found["peak_gb"]["set aside"]
     copies = found["host_kinds_gb"]["sample"]["offloaded"]
     assert copies == pytest.approx(offloaded_bytes(rehearsal.job) / 1e9, abs=0.3)
-
-
-LAYERS = [
-    ("Qwen3-32B", "selective", 8),
-    ("DeepSeek-R1-Distill-Qwen-32B", "none", 1),
-]
-FEW = 2, 4
-
-
-@pytest.mark.parametrize("case", LAYERS, ids=lambda case: "-".join(map(str, case)))
-def test_a_layer_keeps_what_the_plan_says(
-    case: tuple[str, Any, int], rehearsals: dict[str, Rehearsal]
-) -> None:
-    """Bytes for each token, by which a model of four layers keeps more than one of two."""
-    few, more = (rehearsals[f"{case}, {layers} layers"] for layers in FEW)
-    few_bytes, more_bytes = (
-        1e9 * one.found["ranks"][0]["kinds_gb"]["update 2"]["activations"] for one in (few, more)
-    )
-    run = more.job.run
-    planned = activation_bytes_per_token(more.job.shape, run.parallel, 2, run.batch.recompute, "te").layer
-    assert (more_bytes - few_bytes) / (FEW[1] - FEW[0]) / 8448 == pytest.approx(planned, rel=0.002)
-
-
-def test_a_teacher_costs_a_rank_only_the_term_of_the_loss(rehearsals: dict[str, Rehearsal]) -> None:
-    """A rank of the 32B's width: more kernels, but no host wait, no collective, and under 10 MB; three
-    float64 numbers more in the all-reduce of an update's sums."""
-    plain, taught = (rehearsals[name].found for name in (f"{LAYERS[-1]}, {FEW[0]} layers", "a teacher"))
-    assert taught["ranks"][0]["kernels"] > plain["ranks"][0]["kernels"]
-    assert taught["host_waits_per_update"] == plain["host_waits_per_update"]
-    more = {}
-    for ours, theirs in zip(taught["collectives"], plain["collectives"], strict=True):
-        assert {**ours, "gb": 0} == {**theirs, "gb": 0}
-        if ours["gb"] != theirs["gb"]:
-            more[ours["phase"], ours["group"]] = 1e9 * (ours["gb"] - theirs["gb"])
-    assert more == {(f"update {n}", "all"): pytest.approx(24) for n in (1, 2)}
-    assert taught["peak_gb"] == pytest.approx(plain["peak_gb"], abs=0.01)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.rollout.weight_sync.broadcast import BroadcastError, WeightBroadcast
@@ -146,25 +145,6 @@ def test_the_next_bucket_is_gathered_while_one_is_sent(start: Any, sender: Weigh
     sender.send(weights(), on_bucket)
     # Each bucket is one tensor, and is closed by the one that does not fit.
     assert told == [2, 3, 4, 4]
-
-
-def test_a_group_beside_the_default_one(start: Any, sender: WeightBroadcast) -> None:
-    """The trainer has groups already; they work after the broadcast's group is gone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        receivers = start(1)
-        sender.open(1, join(receivers))
-        weights = some_weights()
-        sender.send(iter(weights), receive(receivers))
-        assert_received(receivers[0], weights)
-        left = receivers[0].leave()  # at the same time: a group closes when all leave
-        sender.close()
-        left.result(timeout=TIMEOUT_S)
-        one = torch.ones(2)
-        dist.all_reduce(one)
-        assert one.tolist() == [1, 1]
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,6 @@ from tests.support.short_runs import LIMIT_S, audited, exported, finish, output_
 pytestmark = pytest.mark.e2e
 
 SHORTER = "tests.support.reward_functions:shorter"
-FLAGS = (
-    "--steps=3",
-    "--rollout.max-response-tokens=160",
-    "--environment.function=tests.support.environments:Twice",
-    "--environment.max-turns=3",
-)
 
 
 def records(run_dir: Path) -> list[RawRecord]:
@@ -73,16 +67,6 @@ def assert_same_bits(ours: Path, theirs: Path) -> None:
     assert all(torch.equal(tensor, exported(theirs)[name]) for name, tensor in exported(ours).items())
 
 
-@pytest.mark.slow
-def test_a_kill_in_the_middle_of_episodes_changes_no_bit(tmp_path: Path) -> None:
-    hold, whole, killed = tmp_path / "hold", tmp_path / "whole", tmp_path / "killed"
-    flags = (*FLAGS, "--environment.settings=" + json.dumps({"hold": str(hold)}))
-    finish(start(whole, *flags))
-    killed_in_its_second_round(killed, flags, hold, 4)
-    assert_same_bits(killed, whole)
-    assert {row["environment/turns_mean"] for row in read_jsonl(whole / "metrics.jsonl")} == {2.0}
-
-
 def test_a_kill_with_two_sources_of_which_one_has_an_environment(tmp_path: Path) -> None:
     """Killed while episodes of one source wait, beside complete responses of the other, which has a reward
     of its own."""
@@ -93,7 +77,7 @@ def test_a_kill_with_two_sources_of_which_one_has_an_environment(tmp_path: Path)
     for name, own in (("asked", {"environment": twice}), ("plain", {"reward": SHORTER})):
         (tmp_path / f"{name}.jsonl").write_text("".join(lines[:60] if name == "asked" else lines[60:120]))
         sources.append({"path": str(tmp_path / f"{name}.jsonl"), "reward": "math", **own})
-    flags = (*FLAGS[:2], f"--data.sources={json.dumps(sources)}")
+    flags = ("--steps=3", "--rollout.max-response-tokens=160", f"--data.sources={json.dumps(sources)}")
     finish(start(whole, *flags))
     killed_in_its_second_round(killed, flags, hold, 2)
     assert_same_bits(killed, whole)
@@ -106,25 +90,9 @@ def test_a_kill_with_two_sources_of_which_one_has_an_environment(tmp_path: Path)
     assert "tests.support.environments:Twice" in page
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (("--environment.function=tests.support.environments:Missing",), "has no class Missing"),
-        (("--environment.function=Missing",), "environment.function='Missing' names no class"),
-        (
-            ("--environment.function=tests.support.environments:Async",),
-            "stops has '</call>', which is 7 tokens",
-        ),
-        (
-            ("--environment.function=tests.support.environments:Twice", "--environment.python=/nowhere"),
-            "environment.python=/nowhere is not a program",
-        ),
-        (('--environment.settings={"a": 1}',), "environment.settings needs environment.function"),
-    ],
-)
-def test_a_mistake_ends_before_any_work(tmp_path: Path, flags: tuple[str, ...], text: str) -> None:
-    process = start(tmp_path / "run", *flags)
-    output = output_of(process)
-    assert text in output
+def test_a_mistake_ends_before_any_work(tmp_path: Path) -> None:
+    """Found by a worker of environments. (The others: tests/unit/config/test_environment_config.py.)"""
+    process = start(tmp_path / "run", "--environment.function=tests.support.environments:Async")
+    assert "stops has '</call>', which is 7 tokens" in output_of(process)
     assert process.returncode == 2
     assert not (tmp_path / "run/journal").exists()

@@ -170,27 +170,6 @@ def test_half_a_launcher(
     assert "WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not" in message_of(capsys, tmp_path, RECIPE)
 
 
-def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["trian"]) == 2
-    assert "unknown command 'trian'; there are train" in capsys.readouterr().err
-
-
-def test_report_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.run(["report", str(tmp_path)]) == 2
-    assert "metrics.jsonl" in capsys.readouterr().err
-
-
-def test_help_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["--help"]) == 0
-    assert "train RECIPE" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="^0$") as exit:
-        cli.run(["train", RECIPE, "--help"])
-    assert exit.value.code == 0
-    text = capsys.readouterr().out
-    assert "--parallel.tensor" in text
-    assert "Tensor parallel size (TP)" in text
-
-
 def test_an_output_that_is_no_model_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     recipe = tmp_path / "warm.py"

@@ -17,13 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from bapo_megatron.config import BatchConfig, ParallelConfig, RunConfig
-from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.config import BatchConfig, ParallelConfig
 from bapo_megatron.planning.job import GB
 from bapo_megatron.policy.optimizer import _Copies
 from benchmarks import gpu_check as program
-from benchmarks.gpu import environment, experts, handles, host_streams, offload, parity, phases, server
+from benchmarks.gpu import experts, handles, host_streams, phases, server
 from benchmarks.gpu.memory_and_speed import LIMIT, predicted
 from benchmarks.gpu.rows import Row, Size
 from tests.support.forked_commands import ROOT, forking
@@ -130,67 +128,6 @@ def test_a_phase_is_judged_by_its_rehearsal() -> None:
     assert phases.judged("update 1", 51.0, 48.0, tiny=True).ok is None
 
 
-def rehearsing(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
-    """``run`` takes the place of the rehearsal's command."""
-    monkeypatch.setattr(phases, "subprocess", SimpleNamespace(run=run, TimeoutExpired=TimeoutError))
-
-
-def test_the_rehearsal_is_asked_by_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its JSON has the peaks by phase; a command that fails is told, not passed over. The policy is there,
-    also where the section before, which saves it, was not chosen."""
-    monkeypatch.setenv("RANK", "0")
-
-    def run(command: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
-        assert env["CUDA_VISIBLE_DEVICES"] == ""
-        assert "RANK" not in env
-        assert command[3:5] == ["rehearse", str(tmp_path / "phases.py")]
-        assert (tmp_path / "policy/config.json").is_file()
-        flags = dict(zip(command[5::2], command[6::2], strict=True))
-        assert (flags["--layers"], flags["--packs"]) == ("torch", "1")
-        Path(flags["--json"]).write_text(json.dumps({"peak_gb": {"build": 0.25}}))
-        return SimpleNamespace(stdout="fits", stderr="")
-
-    rehearsing(monkeypatch, run)
-    (row,) = phases.rows(Size.smallest("cpu"), tmp_path)
-    assert row.line() == "| build | rehearsed 0.250 GB; nothing to measure on a CPU |  |  |"
-    recipe = load_recipe(tmp_path / "phases.py", RunConfig)
-    recipe.check()
-    assert (recipe.batch.pack_tokens, recipe.model.dtype) == (256, "bfloat16")
-    rehearsing(monkeypatch, lambda *_, **__: SimpleNamespace(stdout="", stderr="x\nerror: no"))
-    (tmp_path / "phases.json").unlink()
-    (row,) = phases.rows(replace(Size.smallest("cpu"), device="cuda"), tmp_path)
-    assert (row.measured, row.ok) == ("error: no", False)
-
-
-def test_a_rank_that_fails_is_named_beside_the_phases_that_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Phases after the error are not passed over."""
-    (tmp_path / "policy").mkdir()
-
-    def run(command: list[str], **_: Any) -> SimpleNamespace:
-        ranks = [{"error": "update 1: x.py:3: RuntimeError: no kernel"}]
-        Path(command[-1]).write_text(json.dumps({"peak_gb": {"build": 5.0}, "ranks": ranks}))
-        return SimpleNamespace(stdout="does not fit", stderr="")
-
-    rehearsing(monkeypatch, run)
-    monkeypatch.setattr(phases, "measured", lambda *_: [("build", 5.1), ("update 1", 7.0)])
-    first, second = phases.rows(replace(Size.smallest("cpu"), device="cuda", tiny=False), tmp_path)
-    assert first.ok is True
-    assert second.ok is False
-    assert "no kernel" in second.measured
-
-
-def test_layers_that_cannot_be_rehearsed_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def other() -> Path:
-        raise ConfigError("no sources of Transformer Engine 2.11.0")
-
-    monkeypatch.setattr(phases, "uses_transformer_engine", lambda _: True)
-    monkeypatch.setattr(phases, "te_folder", other)
-    [row] = phases.rows(Size.smallest("cpu"), tmp_path)
-    assert (row.ok, row.measured) == (None, "not run: no sources of Transformer Engine 2.11.0")
-
-
 def yields_then_raises(_size: Size, _folder: Path) -> Iterator[Row]:
     yield Row("first", "1", "2", True)
     raise RuntimeError("CUDA error: no kernel image\nand a page of advice")
@@ -223,33 +160,6 @@ def test_a_section_that_raises_does_not_cost_the_others(
     assert "| there | 3 | 4 | ok |" in (tmp_path / "gpu_check.md").read_text()
 
 
-def test_sections_are_chosen_by_words_of_their_titles(capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.SECTIONS[0].title == "Gated DeltaNet against float64"
-    assert [one.title for one in program.chosen(["kernel", "SGLANG server"])] == [
-        "Attention kernel against float64",
-        "A colocated SGLang server",
-    ]
-    assert len(program.chosen(None)) == SECTIONS
-    with pytest.raises(SystemExit, match="2"):
-        program.main(["--only", "kernels"])
-    assert (
-        "--only kernels: no title has it: Gated DeltaNet against float64, Environment, Attention"
-        in capsys.readouterr().err
-    )
-
-
-def test_room_that_the_save_does_not_have_is_told_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In its first second, not after nine minutes."""
-    monkeypatch.setattr(environment.shutil, "disk_usage", lambda _: SimpleNamespace(free=34 * GB))
-    memory = SimpleNamespace(available=41 * GB)
-    monkeypatch.setattr(environment.psutil, "virtual_memory", lambda: memory)
-    disk, host = environment.room(tmp_path)
-    assert disk.line() == f"| free disk at {tmp_path.parent} | 34 GB | 35 GB | FAILED |"
-    assert host.line() == "| free host memory | 41 GB | 40 GB | ok |"
-
-
 def rows_of_experts(name: str | None) -> list[tuple[str, bool | None]]:
     """The rows of the experts' section, where the bfloat16 policy has one expert that gives nothing."""
     build = experts.build
@@ -279,18 +189,6 @@ def test_a_wrong_expert_fails_the_check(name: str | None) -> None:
             "log-probs",
             "gradient norm",
         ]
-
-
-def test_the_budgets_are_eleven_minutes() -> None:
-    assert sum(section.budget_s for section in program.SECTIONS) <= 660
-    assert server.END_S["cuda"] < program.HANGS_AFTER_S
-
-
-def test_memory_that_the_driver_did_not_get_back_fails() -> None:
-    assert offload.freed("a", 9 * GB, 10 * GB, 19 * GB).ok is True
-    assert offload.freed("a", 9 * GB, 10 * GB, int(18.8 * GB)).ok is True
-    assert offload.freed("a", 9 * GB, 10 * GB, int(18.5 * GB)).ok is False
-    assert offload.freed("a", 9 * GB, None, None).ok is None
 
 
 class Weights:
@@ -339,13 +237,6 @@ def test_weights_that_change_on_their_way_are_named(monkeypatch: pytest.MonkeyPa
     assert [name for name in sent if sent[name] != read[name]] == ["w2"]
 
 
-@pytest.mark.usefixtures("forked")
-def test_a_reader_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handles, "handles_of", lambda _named: b"no pickle")
-    with pytest.raises(RuntimeError, match="UnpicklingError"):
-        handles.handed_over(Weights(), 400)
-
-
 def lines(folder: Path, mistake: bool) -> list[str]:
     """Rows of the host optimizer's section on a rank; ``mistake``: gradients of the bucket after each."""
     if mistake:
@@ -364,16 +255,6 @@ def test_a_bucket_with_other_gradients_is_seen(tmp_path: Path) -> None:
     assert [line.split(" ")[1] for line in bad if line.endswith("FAILED |")] == ["exp_avg", "exp_avg_sq"]
 
 
-def test_without_sglang_the_section_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> Path:
-        raise ConfigError("no interpreter at x: `make cluster` installs SGLang\nmore")
-
-    monkeypatch.setattr(server, "sglang_python", none)
-    [row] = server.rows(Size.smallest("cpu"), tmp_path)
-    assert row.ok is None
-    assert row.measured.startswith("not run: no interpreter at x: `make cluster` installs SGLang (or BAPO")
-
-
 def test_a_run_that_hangs_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And the ends of its logs, whose folder is temporary, are printed."""
     recipe = tmp_path / "recipe.py"
@@ -383,49 +264,6 @@ def test_a_run_that_hangs_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture
     log.write_text("ninja: build stopped\n")
     assert server.run(recipe, tmp_path, 0.5).startswith("killed after 0.5 s: ")
     assert "--- server-0.log\nninja: build stopped\n" in capsys.readouterr().err
-
-
-def test_a_parity_command_that_hangs_is_ended_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kernel that hangs in it must not hang the check."""
-    monkeypatch.setattr(parity, "END_S", {"cpu": 0.05})
-    rows = list(parity.rows(Size.smallest("cpu"), tmp_path))
-    assert [row.name for row in rows] == [
-        "float32: certificate of the CPU",
-        "bfloat16: certificate of the CPU",
-    ]
-    assert all("killed after 0.05 s" in row.measured and row.ok is False for row in rows)
-    assert "verify-parallel: killed after 0.05 s" in capsys.readouterr().err
-
-
-def test_each_compared_quantity_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the table's head, whose last column is named ok, is none."""
-    table = (
-        "quantity       reference  this layout  worst abs  worst rel  tolerance   ok",
-        "-------------  ---------  -----------  ---------  ---------  ----------  -------",
-        "log-probs      mean -1    mean -1      1.91e-05   1.25e-02   0.0005      ok",
-        "gradient norm  1          2            1          1          0.0005      DIFFERS",
-    )
-    monkeypatch.setattr(parity, "COMMAND", [sys.executable, "-c", f"print({chr(10).join(table)!r})"])
-    rows = list(parity.rows(Size.smallest("cpu"), tmp_path))
-    assert [(row.name, row.ok) for row in rows[:3]] == [
-        ("float32: log-probs", True),
-        ("float32: gradient norm", False),
-        ("float32: all", True),
-    ]
-    assert len(rows) == 6
-
-
-def test_a_parity_command_that_fails_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also after lines on stdout: the reason is on stderr."""
-    program = "print('reference'); import sys; sys.exit('RuntimeError: no kernel image')"
-    monkeypatch.setattr(parity, "COMMAND", [sys.executable, "-c", program])
-    [row, _] = parity.rows(Size.smallest("cpu"), tmp_path)
-    assert row.measured == "reference (exit code 1: RuntimeError: no kernel image)"
-    assert "no kernel image" in capsys.readouterr().err
 
 
 def test_what_a_servers_run_recorded_is_judged(tmp_path: Path) -> None:

@@ -94,9 +94,7 @@ def _words(process: psutil.Process) -> list[str]:
 PHASES: dict[str, Callable[[Path, Command], bool]] = {
     "the command has begun": lambda _run, _process: True,
     "its directory is there": lambda run_dir, _process: run_dir.exists(),
-    "its configuration is stored": lambda run_dir, _process: (run_dir / "config.json").exists(),
     "its sampler starts": _sampler_of,
-    "its sampler is ready": lambda run_dir, _process: (run_dir / "journal").exists(),
 }
 
 
@@ -124,7 +122,7 @@ def test_a_start_that_is_told_to_stop_ends_at_once(tmp_path: Path, phase: str) -
 
 
 def test_a_job_near_its_end_makes_no_update_that_it_could_not_save(
-    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")  # long ago
     process = start(tmp_path / "late", *TWO)
@@ -223,8 +221,8 @@ def test_a_run_that_hangs_prints_its_stacks_and_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_four_kills_end_in_the_same_bits() -> None:
-    command = [sys.executable, "-m", "tests.support.campaign", "--kills", "4", "--seed", "5"]
+def test_three_kills_end_in_the_same_bits() -> None:
+    command = [sys.executable, "-m", "tests.support.campaign", "--kills", "3", "--seed", "5"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "lost: 0. Results equal bit for bit." in done.stdout

@@ -24,9 +24,9 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
 from bapo_megatron.rollout.sampler.step_batches import read_step
 from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.runtime.jsonl_log import read_jsonl
-from tests.support.forked_commands import ROOT, start_bapo
+from tests.support.forked_commands import ROOT
 from tests.support.judge_server import JudgeServer, completion, judge_server, says
-from tests.support.short_runs import SUMS, finish, output_of, start
+from tests.support.short_runs import finish, output_of, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -51,7 +51,7 @@ SEEN: list[str] = []
 def flags(server: JudgeServer | None, **more: Any) -> list[str]:
     url = server.url if server else "http://127.0.0.1:9/v1"  # the port of `discard`: nobody listens
     settings = {"url": url, "model": "m", "template": TEMPLATE, "api_key_env": "JUDGE_KEY", **more}
-    return ["--reward.function=llm_judge", "--reward.settings", json.dumps(settings), "--parallel.data=2"]
+    return ["--reward.function=llm_judge", "--reward.settings", json.dumps(settings)]
 
 
 def test_a_run_is_scored_by_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +95,6 @@ def test_a_run_is_scored_by_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 TEACHER = ROOT / "recipes/demo/policy"
-SHORT = ["--steps=2", "--rollout.prompts-per-step=4", "--rollout.group-size=4", "--evaluation.every=0"]
-SHORT += ["--reward.workers=1", SUMS]
 
 
 @pytest.fixture
@@ -118,22 +116,15 @@ def teacher(tmp_path: Path) -> Iterator[ServerProcess]:
     server.stop(seconds=1)
 
 
-def trained(run_dir: Path, *flags: str) -> str:
-    command = start_bapo("train", "recipes/demo_cpu.py", *SHORT, f"--run-dir={run_dir}", *flags)
-    output = command.communicate(timeout=900)[0].decode()
-    assert command.returncode == 0, output[-3000:]
-    return output
-
-
 def test_a_policy_learns_from_a_teacher_and_again_from_the_journal(
     teacher: ServerProcess, tmp_path: Path
 ) -> None:
     run_dir, url = tmp_path / "run", teacher.url
-    flags = ("--algorithm.distillation.coefficient=0.5", f"--algorithm.distillation.urls={url}")
-    trained(run_dir, *flags)
+    flags = ("--steps=2", "--algorithm.distillation.coefficient=0.5", f"--algorithm.distillation.urls={url}")
+    finish(start(run_dir, *flags))
     model = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32)
     batch = read_step(run_dir / "journal", 1)
-    assert len(batch.groups) == 4
+    assert len(batch.groups) == 6
     for group in batch.groups:
         for one in group.rollouts:
             ids = np.concatenate([group.prompt.token_ids_P, one.token_ids_R]).astype(np.int64)
@@ -147,7 +138,7 @@ def test_a_policy_learns_from_a_teacher_and_again_from_the_journal(
     assert all(row["distillation/k3"] > 0.01 and row["distillation/loss"] > 0 for row in updates)
     teacher.stop(seconds=1)
     replayed = tmp_path / "replayed"
-    trained(replayed, *flags, f"--rollout.replay={run_dir}")
+    finish(start(replayed, *flags, f"--rollout.replay={run_dir}"))
     names = ("distillation/k1", "policy/loss", "policy/grad_norm")
     again = read_jsonl(replayed / "updates.jsonl")
     assert [[row[name] for name in names] for row in again] == [

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,6 @@ from tests.fixtures.make_run import (
     file_digests,
     machine,
     rows,
-    run,
     train,
     unpack,
     weights_digest,
@@ -54,13 +51,16 @@ Continued = tuple[Path, dict[str, list[dict[str, Any]]], int, str]
 
 @pytest.fixture(scope="module")
 def continued(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Continued]:
-    """The stored runs, continued side by side: most of their time is imports."""
+    """The stored runs, continued."""
     folder = tmp_path_factory.mktemp("old")
-    dirs = {kind: unpack(HERE / kind / "run.tar.xz", folder / kind) for kind in RECIPES}
-    before = {kind: {log: rows(run_dir / log) for log in LOGS} for kind, run_dir in dirs.items()}
-    with ThreadPoolExecutor() as pool:
-        ends = dict(zip(dirs, pool.map(lambda kind: run(*train(kind, dirs[kind])), dirs), strict=True))
-    return {kind: (dirs[kind], before[kind], *ends[kind]) for kind in dirs}
+    found = {}
+    for kind in RECIPES:
+        run_dir = unpack(HERE / kind / "run.tar.xz", folder / kind)
+        before = {log: rows(run_dir / log) for log in LOGS}
+        command = start_bapo(*train(kind, run_dir)[1:])
+        output = command.communicate(timeout=900)[0].decode()
+        found[kind] = run_dir, before, command.wait(), output
+    return found
 
 
 @pytest.mark.slow
@@ -196,20 +196,6 @@ def _conditioned(name: str, value: float) -> float:
     return 1 / value if "_signed" in name and value else value
 
 
-@pytest.mark.parametrize("kind", RECIPES)
-def test_the_stored_runs_test_something(kind: str) -> None:
-    """The bounds move, the weights do, and PAPO presses: else the comparison were of constants."""
-    updates = rows(ROOT / HERE / kind / "updates.jsonl")
-    assert len(updates) > 8
-    assert len({(row["bapo/clip_low"], row["bapo/clip_high"]) for row in updates}) >= 3
-    assert all(row["policy/grad_norm"] > 0 for row in updates)
-    assert not any(
-        isinstance(value, float) and math.isnan(value) for row in updates for value in row.values()
-    )
-    if kind == "papo":
-        assert len({row["polarity/phase"] for row in updates}) >= 3
-
-
 def test_an_old_checkpoint_becomes_the_same_hugging_face_folder(tmp_path: Path) -> None:
     """Rounding has no part in it: on every machine."""
     megatron = unpack(HERE / "checkpoint.tar.xz", tmp_path / "megatron")
@@ -217,11 +203,3 @@ def test_an_old_checkpoint_becomes_the_same_hugging_face_folder(tmp_path: Path) 
     assert {**file_digests(tmp_path / "hf"), MARK: None} == {**EXPECTED["converted"], MARK: None}
     assert (tmp_path / "hf" / MARK).is_file()
     assert weights_digest(tmp_path / "hf") == weights_digest(ROOT / HERE / "policy")
-
-
-@pytest.mark.parametrize("kind", RECIPES)
-def test_an_old_recipe_loads(kind: str) -> None:
-    recipe = load_recipe(ROOT / RECIPES[kind], RunConfig)
-    recipe.check()
-    assert recipe.name == {"bapo": "old", "papo": "old_papo"}[kind]
-    assert recipe.algorithm.polarity.enabled == (kind == "papo")

@@ -30,6 +30,7 @@ from tests.support.metrics import results
 from tests.support.processes import servers_of
 from tests.support.real_model import RECIPE, require_model, write_sums
 from tests.support.rehearsals import real_ranks
+from tests.support.short_runs import finish
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -120,12 +121,6 @@ def start(model: Path, room: Path, run_dir: Path, *flags: str) -> ForkedCommand:
     return start_bapo("train", RECIPE, *where, *SHORT, *flags)
 
 
-def finish(process: ForkedCommand) -> str:
-    output = process.communicate(timeout=LIMIT_S)[0].decode()
-    assert process.returncode == 0, output[-3000:]
-    return output
-
-
 def kill_when(is_there: Callable[[], object], process: ForkedCommand) -> None:
     """Kill all of the run as soon as something is there: its end, of gigabytes, is not read."""
     deadline = time.monotonic() + LIMIT_S
@@ -158,18 +153,20 @@ def test_a_real_server_samples_it(model: Path, room: Path) -> None:
         time.sleep(0.2)
 
 
-def test_kill_9_and_restart_end_bitwise_equal(model: Path, room: Path) -> None:
-    whole, killed, two = room / "whole", room / "killed", ("--steps=2", "--algorithm.updates-per-epoch=1")
-    finish(start(model, room, whole, *two, "--checkpoint.every=2"))
-    process = start(model, room, killed, *two, "--checkpoint.every=1")
-    kill_when(lambda: list(killed.glob("checkpoints/step_*")), process)
-    finish(start(model, room, killed, *two, "--checkpoint.every=2"))
-    assert any(row["kind"] == "resume" for row in read_jsonl(killed / "events.jsonl"))
-    assert results(killed) == results(whole)
-    assert results(killed, "updates.jsonl") == results(whole, "updates.jsonl")
-    ours, theirs = (load_file(run / "export" / WEIGHTS) for run in (killed, whole))
+def test_a_step_that_is_made_again_is_bitwise_equal(model: Path, room: Path) -> None:
+    """As after a kill: the checkpoint of the last step is not there. (Kills: test_runs.py.)"""
+    run_dir = room / "run"
+    flags = ("--steps=2", "--algorithm.updates-per-epoch=1", "--checkpoint.every=1")
+    finish(start(model, room, run_dir, *flags))
+    logs = [results(run_dir, name) for name in ("metrics.jsonl", "updates.jsonl")]
+    theirs = load_file(run_dir / "export" / WEIGHTS)
+    for name in ("checkpoints/step_000002", "export"):
+        remove_folder(run_dir / name)
+    finish(start(model, room, run_dir, *flags))
+    assert any(row["kind"] == "resume" for row in read_jsonl(run_dir / "events.jsonl"))
+    assert [results(run_dir, name) for name in ("metrics.jsonl", "updates.jsonl")] == logs
+    ours, before = (load_file(folder / WEIGHTS) for folder in (run_dir / "export", model))
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    before = load_file(model / WEIGHTS)
     assert any(not torch.equal(tensor, before[name]) for name, tensor in ours.items())
 
 

@@ -71,14 +71,6 @@ def test_the_record_is_complete(whole: Path) -> None:
     assert kinds == ["start", "engine_ready", *saves, "export", "done"]
 
 
-def test_metrics_are_means_over_the_updates(whole: Path) -> None:
-    [first, *_] = read_jsonl(whole / "metrics.jsonl")
-    updates = [row for row in read_jsonl(whole / "updates.jsonl") if row["step"] == 1]
-    assert len(updates) == first["policy/updates"] > 1
-    for name in ("policy/entropy", "policy/grad_norm", "bapo/clip_high", "staleness/mean"):
-        assert first[name] == pytest.approx(sum(row[name] for row in updates) / len(updates))
-
-
 def test_the_export_loads_in_transformers(whole: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -89,7 +81,7 @@ def test_the_export_loads_in_transformers(whole: Path) -> None:
 
 
 LONG_PACKS = (
-    *("--steps=2", "--checkpoint.every=1", "--rollout.prompts-per-step=8", "--rollout.group-size=16"),
+    *("--steps=2", "--checkpoint.every=1", "--rollout.prompts-per-step=6", "--rollout.group-size=12"),
     *("--algorithm.reuse-epochs=1", "--algorithm.updates-per-epoch=1"),
 )
 """Packs of thousands of tokens, whose products two threads add in another order than one."""
@@ -97,15 +89,14 @@ LONG_PACKS = (
 
 @pytest.mark.slow
 def test_a_run_keeps_its_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Continued under another OMP_NUM_THREADS it equals the run that was not; --threads changes the number.
+    """Continued under another OMP_NUM_THREADS it equals the run that was not; another number is refused.
 
     Whether another number changes the last bits is a matter of the processor: MKL's products on some do not.
     """
-    whole, kept, changed = (tmp_path / name for name in ("whole", "kept", "changed"))
+    whole, kept = tmp_path / "whole", tmp_path / "kept"
     finish(start(whole, *LONG_PACKS))
     shutil.copytree(whole, kept)
     shutil.rmtree(kept / "checkpoints/step_000002")
-    shutil.copytree(kept, changed)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     output = finish(start(kept, *LONG_PACKS, launcher=(sys.executable,)))
     assert "1 threads a rank, as when the run began, and not 2" in output
@@ -114,15 +105,9 @@ def test_a_run_keeps_its_number_of_threads(tmp_path: Path, monkeypatch: pytest.M
     assert results(kept, "updates.jsonl") == results(whole, "updates.jsonl")
     assert all(torch.equal(tensor, exported(whole)[name]) for name, tensor in exported(kept).items())
 
-    two = (*LONG_PACKS, "--threads=2")
-    refused = start(changed, *two)
+    refused = start(kept, *LONG_PACKS, "--threads=2")
     assert "threads: 1 in the run, 2 now" in output_of(refused)
     assert refused.returncode == 2
-    finish(start(changed, *two, "--allow-change=threads"))
-    [event] = [row for row in read_jsonl(changed / "events.jsonl") if row["kind"] == "config_changed"]
-    assert event["fields"]["threads"] == 2
-    assert read_config(changed)["threads"] == 2
-    assert len(results(changed, "updates.jsonl")) == len(results(whole, "updates.jsonl"))
 
 
 def test_kill_9_and_restart_end_bitwise_equal(whole: Path, tmp_path: Path) -> None:
@@ -146,21 +131,20 @@ def test_kill_9_and_restart_end_bitwise_equal(whole: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_kill_9_of_the_sampler_costs_nothing(whole: Path, tmp_path: Path) -> None:
-    """Twice, at whatever it was doing: the next one continues from the journal, to the same bits."""
+    """At whatever it was doing: the next one continues from the journal, to the same bits. (Many times:
+    tests/support/campaign.py.)"""
     run_dir = tmp_path / "sampler"
     with audited(run_dir):
-        process = start(run_dir, "--steps=4")
-        for steps in (1, 2):
-            wait_for_steps(process, run_dir, steps)
-            time.sleep(0.3)
-            sampler = sampler_of(process.pid)
-            assert sampler is not None
-            sampler.kill()
+        process = start(run_dir, "--steps=3")
+        wait_for_steps(process, run_dir, 1)
+        sampler = sampler_of(process.pid)
+        assert sampler is not None
+        sampler.kill()
         output = finish(process)
-    assert output.count("the sampler's process has ended (killed by SIGKILL") == 2
-    assert results(run_dir) == results(whole)[:4]
+    assert output.count("the sampler's process has ended (killed by SIGKILL") == 1
+    assert results(run_dir) == results(whole)[:3]
     kinds = [row["kind"] for row in read_jsonl(run_dir / "events.jsonl")]
-    assert kinds.count("sampler_died") == 2
+    assert kinds.count("sampler_died") == 1
 
 
 @pytest.mark.slow
@@ -284,24 +268,6 @@ def test_lagged_bounds_come_back(whole: Path, tmp_path: Path) -> None:
         assert later["bapo/clip_high"] == pytest.approx(exact)
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
-    run_dir = tmp_path / "stopped"
-    process = start(run_dir)
-    wait_for_steps(process, run_dir, 2)
-    os.killpg(process.pid, signal.SIGINT)
-    output = output_of(process)
-    assert process.returncode == 130
-    assert "the same command continues from its last checkpoint" in output
-    assert "Traceback" not in output, output
-
-
-def test_a_finished_run_has_nothing_left_to_do(whole: Path, tmp_path: Path) -> None:
-    run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
-    finish(start(run_dir))
-    assert results(run_dir) == results(whole)
-    assert "resume" not in {row["kind"] for row in read_jsonl(run_dir / "events.jsonl")}
-
-
 def test_four_processes_agree_on_the_same_rollouts(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "four"
     layout = ["--parallel.tensor=2", "--parallel.pipeline=2"]
@@ -352,6 +318,8 @@ def test_sigint_to_the_command_alone_stops_its_processes(tmp_path: Path) -> None
     os.kill(process.pid, signal.SIGINT)
     output = output_of(process)
     assert process.returncode == 130, output[-2000:]
+    assert "the same command continues from its last checkpoint" in output
+    assert "Traceback" not in output, output
     with pytest.raises(ProcessLookupError):
         for _ in range(3000):  # the sampler ends when it notices that the trainer has
             os.killpg(process.pid, 0)  # nobody of its group is left

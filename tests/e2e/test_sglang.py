@@ -14,7 +14,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo
 from tests.support.processes import servers_of
-from tests.support.short_runs import SUMS
+from tests.support.short_runs import SUMS, finish, wait_for_steps
 
 pytestmark = pytest.mark.e2e
 
@@ -95,21 +95,6 @@ def test_a_server_that_cannot_start_is_shown(tmp_path: Path) -> None:
     output = process.communicate(timeout=900)[0].decode()
     assert process.returncode != 0
     assert "unrecognized arguments: nonsense" in output
-
-
-def finish(process: ForkedCommand) -> str:
-    output = process.communicate(timeout=900)[0].decode()
-    assert process.returncode == 0, output[-3000:]
-    return output
-
-
-def wait_for_steps(process: ForkedCommand, run_dir: Path, steps: int) -> None:
-    log = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 900
-    while not log.exists() or log.read_bytes().count(b"\n") < steps:
-        assert process.poll() is None, process.communicate()[0].decode()[-3000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

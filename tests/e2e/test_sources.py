@@ -1,24 +1,24 @@
-"""A run on two sources with two rewards: killed, continued, refused with others, and at other layouts."""
+"""A run on two sources with two rewards: refused with others, and at other layouts.
+
+Killed and continued: test_environment.py.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from bapo_megatron.commands.report.page import write_report
 from tests.support.forked_commands import ROOT
 from tests.support.metrics import known, results
-from tests.support.short_runs import exported, finish, output_of, start, wait_for_steps
+from tests.support.short_runs import finish, output_of, start
 
 pytestmark = pytest.mark.e2e
 
-FLAGS = ("--steps=3", "--checkpoint.every=1")
+FLAGS = ("--steps=2", "--checkpoint.every=1")
 OWN = "tests.support.reward_functions:shorter"
 
 
@@ -45,19 +45,6 @@ def mixed(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("mixed") / "run"
     finish(start(run_dir, named(files), *FLAGS))
     return run_dir
-
-
-@pytest.mark.slow
-def test_kill_9_and_restart_end_in_the_same_bits(mixed: Path, files: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "killed"
-    process = start(run_dir, named(files), *FLAGS)
-    wait_for_steps(process, run_dir, 2)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    finish(start(run_dir, named(files), *FLAGS))
-    assert results(run_dir) == results(mixed)
-    assert results(run_dir, "updates.jsonl") == results(mixed, "updates.jsonl")
-    assert all(torch.equal(tensor, exported(mixed)[name]) for name, tensor in exported(run_dir).items())
 
 
 def test_both_are_trained_on_by_their_own_rewards(mixed: Path) -> None:

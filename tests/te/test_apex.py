@@ -17,7 +17,7 @@ import torch
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.samples import Sample
 from bapo_rehearsal.te_sources import te_version
-from tests.distributed.test_checkpoints import save_and_go_on, save_before_any_update
+from tests.distributed.test_checkpoints import save_and_go_on
 from tests.support.models import save_tiny_model
 from tests.support.policies import small_policy
 from tests.support.te_process import APEX, Choices, TransformerEngineProcess
@@ -99,13 +99,3 @@ def test_a_run_goes_on_with_another_optimizer(
     np.testing.assert_allclose(again, steps, rtol=1e-5, atol=1e-6)
     for name, tensor in weights.items():
         torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=2e-4)
-
-
-def test_a_checkpoint_before_any_update(
-    apex: TransformerEngineProcess, qwen2: Path, samples: list[Sample], tmp_path: Path
-) -> None:
-    """apex makes moments and ``step`` at the first step only."""
-    [(fresh, loaded)] = apex.run(
-        save_before_any_update, ONE, qwen2, samples, tmp_path / "policy", choices=FUSED
-    )
-    assert fresh == loaded

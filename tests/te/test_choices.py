@@ -99,23 +99,6 @@ def comparisons(folder: Path, samples: list[Sample]) -> int:
     return counted
 
 
-def tables_of_rope(folder: Path, samples: list[Sample]) -> tuple[int, int]:
-    """The lengths of packs' longest documents, and the tables of RoPE that they leave alive."""
-    policy, packs = policy_and_packs(folder, samples)
-    made = type(policy._model[0].module.module.rotary_pos_emb).forward
-    made.cache_clear()
-    policy.log_probs(packs)
-    return len({pack.max_seqlen for pack in packs}), made.cache_info().currsize
-
-
-def test_all_packs_share_one_rope_table(
-    te: TransformerEngineProcess, qwen2: Path, samples: list[Sample]
-) -> None:
-    [(lengths, tables)] = te.run(tables_of_rope, ONE, qwen2, samples)
-    assert lengths > 1
-    assert tables == 1
-
-
 def rows_of_rope(folder: Path, samples: list[Sample]) -> tuple[list[int], list[int]]:
     """The longest document of each pack, and the rows of RoPE's tables that the kernel gets, in order."""
     from bapo_rehearsal.transformer_engine import extension

@@ -112,23 +112,6 @@ def test_a_broken_expert_layer_fails_the_comparison(
         check_agreement(answers(te, text, moe, samples, change=mistake), reference, samples)
 
 
-def gpu_rows() -> list[str]:
-    """The rows of `make gpu-check` of experts that do not hold, and its first."""
-    from benchmarks.gpu import experts
-    from benchmarks.gpu.rows import Size
-
-    first, *others = experts.rows(Size.smallest("cpu"), Path())
-    return [first.name, *(row.line() for row in (first, *others) if not row.ok)]
-
-
-@pytest.mark.slow
-def test_the_gpu_check_compares_the_grouped_layer(te: TransformerEngineProcess) -> None:
-    [[name, *failed]] = te.run(gpu_rows, ONE)
-    assert name.startswith("Transformer Engine's grouped layer: weights")
-    assert failed == []
-    assert te.calls.keys() >= {"te_general_grouped_gemm", "make_row_id_map"}
-
-
 @pytest.mark.parametrize(("te", "begun_with"), at_versions([("te",), ("torch",)], ("te",)), indirect=["te"])
 def test_a_checkpoint_of_the_grouped_layer_is_one_of_torchs_experts(
     begun_with: str, te: TransformerEngineProcess, moe: Path, tmp_path: Path

@@ -10,7 +10,7 @@ import multiprocessing
 import threading
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,10 @@ from bapo_megatron.types import BroadcastGroup, BucketSpec
 class ReceiverProcess:
     """Handle of a receiver process. Methods that return a future start an operation in it."""
 
-    def __init__(self, keep: bool = False) -> None:
-        """``keep``: store received tensors for ``weights``."""
+    def __init__(self, keep: bool = False, method: Literal["spawn", "fork"] = "spawn") -> None:
+        """``keep``: store received tensors for ``weights``. ``method``: of its start."""
         self._pipe, remote = multiprocessing.Pipe()
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(method)
         self.process = context.Process(target=_serve, args=(remote, keep), daemon=True)
         self.process.start()
         remote.close()

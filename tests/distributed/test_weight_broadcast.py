@@ -32,9 +32,7 @@ def start() -> Iterator[Callable[[int], list[ReceiverProcess]]]:
     started: list[ReceiverProcess] = []
 
     def some(count: int) -> list[ReceiverProcess]:
-        started.extend(ReceiverProcess(keep=True) for _ in range(count))
-        for receiver in started:
-            receiver.weights().result(timeout=600)  # it answers, so its imports are behind it
+        started.extend(ReceiverProcess(keep=True, method="fork") for _ in range(count))
         return started[-count:]
 
     yield some

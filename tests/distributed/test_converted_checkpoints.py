@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from safetensors.torch import load_file
 
 from bapo_megatron.config import ParallelConfig
@@ -19,10 +17,10 @@ from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import mapping_table
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.weight_map import shard
-from checkpoints_tools import to_hf, to_megatron
+from checkpoints_tools import to_megatron
 from tests.support.checkpoint_models import join
 from tests.support.layouts import layout
-from tests.support.models import FAMILIES, random_samples, save_tiny_model
+from tests.support.models import random_samples, save_tiny_model
 from tests.support.policies import small_policy, updates_of, weights_of
 from tests.support.saves import complete
 from tests.support.tiers import slow_but
@@ -99,43 +97,3 @@ def train_and_save(
     updates_of(policy, random_samples(8, seed=4))
     complete(policy.save(path))
     return policy.state_digest(), weights_of(policy)
-
-
-def load_extra_states(checkpoint: Path, layers: int, modules: list[str]) -> list[Any]:
-    """As the modules of Transformer Engine ask for their own states."""
-    keys = [f"decoder.layers.{module}._extra_state" for module in modules]
-    state = {
-        f"{key}{layer}": ShardedObject(key, None, (layers,), (layer,))
-        for key in keys
-        for layer in range(layers)
-    }
-    state["final"] = ShardedObject("decoder.final_layernorm._extra_state", None, (1,), (0,))
-    loaded = dist_checkpointing.load(dict(state), str(checkpoint))
-    return [loaded[key] for key in state]
-
-
-def test_states_of_transformer_engine_are_there(tmp_path: Path) -> None:
-    """Without them the default strictness refuses the checkpoint."""
-    folder = save_tiny_model("qwen3", tmp_path / "hf")
-    to_megatron(folder, tmp_path / "megatron")
-    modules = ["linear_qkv", "core_attention", "linear_proj", "q_layernorm", "k_layernorm"]
-    modules = [*(f"self_attention.{module}" for module in modules), "mlp.linear_fc1", "mlp.linear_fc2"]
-    arguments = (tmp_path / "megatron/release", 4, modules)
-    [found] = run_layout(load_extra_states, ParallelConfig(), *arguments)
-    assert found == [None] * (4 * 7 + 1)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_loads_the_export(family: str, tmp_path: Path) -> None:
-    """And gives the logits that it gave before."""
-    folder = save_tiny_model(family, tmp_path / "hf")
-    to_megatron(folder, tmp_path / "megatron")
-    to_hf(tmp_path / "megatron", tmp_path / "back", shard_bytes=50_000)
-    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
-    tokens = torch.arange(20).reshape(1, -1)
-    logits = []
-    for source in (folder, tmp_path / "back"):
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        with torch.no_grad():
-            logits.append(model(tokens).logits)
-    assert torch.equal(*logits)

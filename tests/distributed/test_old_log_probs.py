@@ -11,34 +11,27 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from bapo_megatron.algo.advantages import Rewards, grpo
 from bapo_megatron.algo.bapo import balanced
 from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.config import (
     AlgorithmConfig,
-    BatchConfig,
-    ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     PartConfig,
 )
-from bapo_megatron.data.samples import Sample, samples_of
+from bapo_megatron.data.samples import samples_of
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import HfReader
-from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.policy.output_head import OutputHead
-from bapo_megatron.policy.positions import slice_batch
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.build import agreed
 from bapo_megatron.trainer.corrections import measured_once, with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import Group, Metrics, MicroBatch, Prompt, Rollout, TokenStats
+from bapo_megatron.types import Group, Metrics, Prompt, Rollout
 from tests.support.batches import MemoryBatch, in_memory
 from tests.support.layouts import layout
 from tests.support.metrics import known
-from tests.support.models import VOCAB, random_samples
+from tests.support.models import random_samples
 from tests.support.policies import stepping, weights_of
 from tests.support.runs import run_of
 from tests.support.tiers import slow_but
@@ -171,84 +164,6 @@ def fails_on_one_replica() -> str:
 def test_a_mask_that_fails_on_one_replica_ends_all_ranks() -> None:
     message = "algorithm.masks: mine failed"
     assert run_layout(fails_on_one_replica, ParallelConfig(data=2)) == [f"rank 1: {message}", message]
-
-
-def samples_with_tools() -> list[Sample]:
-    """Long prompts, short responses, and in some of them a tool's tokens, which are not trained on."""
-    generator = np.random.default_rng(0)
-    return [
-        Sample(
-            generator.integers(0, VOCAB, 40 + length).astype(np.int32),
-            generator.normal(size=length).astype(np.float32),
-            np.zeros(length, np.int32),
-            1.0,
-            loss_mask_R=np.arange(length) // 4 != 1,
-        )
-        for length in (3, 11, 20)
-    ]
-
-
-class Pass(NamedTuple):
-    """What one rank finds of ``samples_with_tools`` in pi_old's pass."""
-
-    rows: list[int]
-    """Tokens of each pack whose logits exist."""
-    trained: list[int]
-    """Tokens of this rank's part of each pack that are trained on."""
-    stats: torch.Tensor
-    """Log-probs and entropies of all packs, [2, tokens]."""
-    whole: torch.Tensor
-    """The same, of a pass over all tokens."""
-    mask: torch.Tensor
-
-
-def pass_of_old_log_probs(folder: Path, parallel: ParallelConfig) -> Pass:
-    model, batch = ModelConfig(folder, "float32"), BatchConfig(pack_tokens=96, logprob_chunk_tokens=7)
-    policy = MegatronPolicy(model, parallel, batch, OptimizerConfig(), 4)
-    sound_stats, sound_log_probs = OutputHead.stats, policy.log_probs
-    rows: list[int] = []
-    passes: list[tuple[list[MicroBatch], list[TokenStats]]] = []
-
-    def stats(self: OutputHead, *arguments: Any) -> TokenStats:
-        found = sound_stats(self, *arguments)
-        rows.append(found.log_prob_T.numel())
-        return found
-
-    def log_probs(packs: list[MicroBatch], **arguments: Any) -> list[TokenStats]:
-        passes.append((packs, sound_log_probs(packs, **arguments)))
-        return passes[-1][1]
-
-    OutputHead.stats, policy.log_probs = stats, log_probs  # type: ignore[method-assign]
-    try:
-        with_old_log_probs(policy, [samples_with_tools()], 96, None)
-    finally:
-        OutputHead.stats, policy.log_probs = sound_stats, sound_log_probs  # type: ignore[method-assign]
-    [(packs, found)] = passes
-    rank = parallel_state.get_context_parallel_rank()
-    trained = [int(slice_batch(pack, parallel.context, rank).mask_T.sum()) for pack in packs]
-    whole = policy.log_probs(packs)
-    mask = torch.cat([pack.mask_T for pack in packs])
-    return Pass(
-        rows, trained, *(torch.cat([torch.stack(one) for one in two], 1) for two in (found, whole)), mask
-    )
-
-
-@pytest.mark.parametrize("text", slow_but(["one", "dp2-cp2", "tp2-sp", "pp2-vpp2"], "one", "dp2-cp2"))
-def test_prompts_and_tools_have_no_logits(text: str, qwen2: Path) -> None:
-    """A row for each trained token, one where a part has none; its values are those of a whole pass."""
-    parallel = layout(text).parallel
-    ranks = run_layout(pass_of_old_log_probs, parallel, qwen2, parallel)
-    assert (
-        sum(int(rank.mask.sum()) for rank in ranks)
-        == 26 * parallel.tensor * parallel.context * parallel.pipeline
-    )
-    assert sum(sum(rank.trained) for rank in ranks if rank.rows) == 26 * parallel.tensor
-    for rank in ranks:
-        assert rank.rows in ([], [max(1, count) for count in rank.trained])
-        assert not rank.stats[:, rank.mask == 0].any()
-        assert (rank.whole[:, rank.mask == 0] != 0).sum() > rank.mask.sum()
-        wanted = rank.mask > 0
-        torch.testing.assert_close(rank.stats[:, wanted], rank.whole[:, wanted], rtol=1e-6, atol=2e-6)
 
 
 def test_without_importance_weights_the_behaviour_policy_is_not_in_the_gradient(qwen2: Path) -> None:

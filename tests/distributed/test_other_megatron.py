@@ -22,11 +22,13 @@ from tests.e2e.conftest import whole  # noqa: F401  # the run that was never sto
 from tests.support.cluster_recipes import cluster_recipe
 from tests.support.forked_commands import ROOT, start_bapo
 from tests.support.metrics import results
+from tests.support.models import EXPERT_HYBRID, EXPERTS, HYBRID
 from tests.support.other_megatron import OTHER, launcher, other_folder, run_tests
 from tests.support.short_runs import Command, exported, finish, start, wait_for_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
+KINDS = "tests/distributed/test_kinds_of_layers.py::test_layout_agrees_with_one_process"
 SUITES = {
     "layouts": [
         "tests/unit/policy/test_megatron_versions.py",
@@ -36,11 +38,16 @@ SUITES = {
             f"tests/distributed/test_layouts.py::test_layout_agrees_with_one_process[{text}]"
             for text in ("tp2-sp full", "pp2-vpp2", "dp2-cp2")
         ),
-        "tests/distributed/test_kinds_of_layers.py",
-        "tests/distributed/test_route_replay.py::test_layout_agrees_with_one_process",
+        *(
+            f"{KINDS}[{EXPERTS}-{text}]"
+            for text in ("tp2-sp", "tp2-sp-etp2", "dp2-tp2-sp-ep2-etp2", "dp2-pp2-vpp2-ep2")
+        ),
+        *(f"{KINDS}[{HYBRID}-{text}]" for text in ("tp2-sp-cp2", "pp2-vpp2 layers1+2+3+2 full")),
+        f"{KINDS}[{EXPERT_HYBRID}-tp2-sp-ep2]",
+        "tests/distributed/test_route_replay.py::test_layout_agrees_with_one_process[dp2-ep2 selective]",
     ],
     "checkpoints and rehearsals": [
-        "tests/distributed/test_checkpoints.py",
+        *("-m", "not slow", "tests/distributed/test_checkpoints.py"),
         *(
             f"tests/distributed/{name}"
             for name in (
@@ -51,20 +58,14 @@ SUITES = {
             )
         ),
     ],
-    "faults": [
-        f"tests/distributed/test_planted_faults.py::test_a_fault_that_is_put_back_is_seen[{number}]"
-        for number in (5916, 6080)
-    ],
 }
-"""Tests that run under the other megatron-core: the quick ones, and the faults that its own reductions of
-experts' gradients decide; the others are in this project's modules alone."""
+"""Tests that run under the other megatron-core. It reduces the gradients of experts that TP repeats, or cuts,
+in its own way: faults 6080 and 5916 of Megatron-LM."""
 
 
 @pytest.mark.parametrize("name", SUITES)
 def test_the_quick_tests_pass_under_the_other(name: str) -> None:
-    tier = () if name == "faults" else ("-m", "not slow")
-    output = run_tests(other_folder(), *tier, *SUITES[name])
-    assert " passed" in output
+    assert " passed" in run_tests(other_folder(), *SUITES[name])
 
 
 @pytest.fixture(params=["to the other", "back"])

@@ -14,8 +14,6 @@ from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
 from bapo_megatron.hf.families import FAMILIES
-from bapo_megatron.planning.plan import make_plan
-from bapo_megatron.planning.sizes import total_parameters
 from bapo_rehearsal.job import rehearse
 from bapo_rehearsal.records import RankRequest
 from checkpoints_tools import reshard, to_hf
@@ -23,7 +21,6 @@ from tests.distributed.test_checkpoints_of_kinds import load_and_look
 from tests.distributed.test_converted_checkpoints import train_and_save
 from tests.distributed.test_layouts import Answer, answers, check_agreement
 from tests.support import running_mean
-from tests.support.planned_jobs import job
 from tests.support.rehearsals import TOKENS, small_run
 from tests.support.workers import run_layout
 
@@ -49,19 +46,6 @@ def test_layouts_agree_with_one_process(
 ) -> None:
     """Stages of unlike layers, too."""
     check_agreement(answers(text, folder, samples), reference, samples)
-
-
-def test_it_is_planned(folder: Path) -> None:
-    """A plan of four stages, of which every second has the mean."""
-    shape = read_model_shape(folder)
-    plan = make_plan(job(ParallelConfig(pipeline=4), shape))
-    attention, mean = 32 * 8 * (4 + 2 + 2 + 4), 2 * 32 * 16
-    both = 3 * 32 * 48 + 2 * 32
-    assert [stage.parameters.body for stage in plan.stages] == [
-        *(mean + both, attention + both, mean + both),
-        attention + both + 32,
-    ]
-    assert total_parameters(shape) == 2 * (mean + attention) + 4 * both + 32 + 2 * 128 * 32
 
 
 def test_what_the_trainer_saves_is_loaded_at_any_layout_and_converted(folder: Path, tmp_path: Path) -> None:

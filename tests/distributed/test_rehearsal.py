@@ -179,19 +179,6 @@ def test_a_deadlock_is_named_at_its_first_differing_call(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_wait_is_counted_at_its_line(tmp_path: Path) -> None:
-    mistake = Mistake(
-        PASSES,
-        "sums = evaluate(hidden_T1H[:, 0], part)",
-        "sums = evaluate(hidden_T1H[:, 0], part) + 0 * hidden_T1H.sum().item()",
-    )
-    found = rehearse_with(mistake, small_run(tmp_path, ONE, layers=1), rank=0, packs=2)
-    assert found.error is None
-    counts = [n for wait, n in found.update_waits().items() if wait[1:] == ("item", mistake.line)]
-    assert counts == [2, 2]  # two packs, in the search and in the update
-
-
-@pytest.mark.slow
 def test_layers_of_transformer_engine(tmp_path: Path) -> None:
     """Its own classes under TP, SP and CP: its ring, its FLOPs, and the weights of torch's layers."""
     parallel = ParallelConfig(tensor=2, context=2, sequence=True)

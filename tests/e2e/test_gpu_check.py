@@ -8,10 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +16,8 @@ import torch
 
 from bapo_megatron.config import BatchConfig, ParallelConfig
 from bapo_megatron.planning.job import GB
-from bapo_megatron.policy.optimizer import _Copies
 from benchmarks import gpu_check as program
-from benchmarks.gpu import experts, handles, host_streams, phases, server
+from benchmarks.gpu import experts, phases, server
 from benchmarks.gpu.memory_and_speed import LIMIT, predicted
 from benchmarks.gpu.rows import Row, Size
 from tests.support.forked_commands import ROOT, forking
@@ -189,70 +185,6 @@ def test_a_wrong_expert_fails_the_check(name: str | None) -> None:
             "log-probs",
             "gradient norm",
         ]
-
-
-class Weights:
-    """A policy's part in a hand-over."""
-
-    device = torch.device("cpu")
-
-    def hf_weights(self) -> Any:
-        yield from ((f"w{number}", torch.full((5, 7), float(number))) for number in range(9))
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers are forked: an interpreter takes 6 s to import. The whole check, above, starts one as it is."""
-    fork = get_context("fork")
-    ends: list[Connection] = []
-
-    def pipe() -> list[Connection]:
-        ends[:] = fork.Pipe()
-        return ends
-
-    def process(target: Any, args: Any, daemon: bool) -> Any:
-        def read() -> None:
-            ends[0].close()  # else it would never see that the other end has closed
-            target(*args)
-
-        return fork.Process(target=read, daemon=daemon)
-
-    context = SimpleNamespace(Pipe=pipe, Process=process)
-    monkeypatch.setattr(handles, "get_context", lambda _method: context)
-
-
-@pytest.mark.usefixtures("forked")
-def test_weights_that_change_on_their_way_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor of the second bucket is another."""
-    sent, read, buckets, _ = handles.handed_over(Weights(), 400)
-    assert sent == read
-    assert buckets == 5
-    plain = handles.handles_of
-
-    def wrong(named: list[tuple[str, torch.Tensor]]) -> bytes:
-        return plain([(name, tensor + 1 if name == "w2" else tensor) for name, tensor in named])
-
-    monkeypatch.setattr(handles, "handles_of", wrong)
-    sent, read, *_ = handles.handed_over(Weights(), 400)
-    assert [name for name in sent if sent[name] != read[name]] == ["w2"]
-
-
-def lines(folder: Path, mistake: bool) -> list[str]:
-    """Rows of the host optimizer's section on a rank; ``mistake``: gradients of the bucket after each."""
-    if mistake:
-        plain = _Copies.gradients
-        _Copies.gradients = lambda self, bucket: [  # type: ignore[method-assign,assignment]
-            (shard, gradient * (1 + 1e-3 * (bucket == 3))) for shard, gradient in plain(self, bucket)
-        ]
-    return [row.line() for row in host_streams.rows(Size.smallest("cpu"), folder)]
-
-
-def test_a_bucket_with_other_gradients_is_seen(tmp_path: Path) -> None:
-    """A part of a thousand in one of them."""
-    [good] = run_layout(lines, ParallelConfig(), tmp_path, False)
-    assert all(line.endswith("| ok |") for line in good)
-    [bad] = run_layout(lines, ParallelConfig(), tmp_path, True)
-    assert [line.split(" ")[1] for line in bad if line.endswith("FAILED |")] == ["exp_avg", "exp_avg_sq"]
 
 
 def test_a_run_that_hangs_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ FLAGS = (
     *("--rollout.prompts-per-step=4", "--rollout.group-size=4"),
     *("--algorithm.bounds.target=0.65", "--algorithm.reuse-epochs=2"),
     *(f"--model.hf-path={ROOT / 'recipes/demo/policy'}", "--rollout.max-response-tokens=64"),
-    *("--optimizer.lr=2e-4", SUMS),
+    *("--optimizer.lr=2e-4", SUMS, "--reward.function=tests.support.reward_functions:boxed"),
 )
 STEPS_A_KILL = 1.5
 """Steps of the run for each kill: there must be something left to harm."""

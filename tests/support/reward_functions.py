@@ -43,6 +43,11 @@ def has_torch(prompt: Prompt, response: str) -> float:
     return float("torch" in sys.modules)
 
 
+def boxed(prompt: Any, response: str) -> float:
+    """Of the demo's sums as `math` has it, whose worker imports for half a second of a core."""
+    return float(f"\\boxed{{{prompt.ground_truth}}}" in response)
+
+
 def shorter(prompt: Any, response: str) -> float:
     """More than a half for a right answer, and the more the shorter."""
     return 0.5 * (prompt.ground_truth in response) + 0.4 / (1 + len(response))

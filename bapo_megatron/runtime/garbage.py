@@ -1,7 +1,7 @@
 """Garbage collection beside imports: torch and megatron-core make two million objects, which stay.
 
 Python's collector looks through them again and again while they are imported, which took a third of a start,
-and in each full collection afterwards: half a second, in each checkpoint that megatron-core saves.
+and in each full collection afterwards: a quarter of a second, in each checkpoint that megatron-core saves.
 """
 
 from __future__ import annotations

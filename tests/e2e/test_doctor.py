@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,11 +31,6 @@ def doctor(*arguments: str, before: Path | None = None) -> subprocess.CompletedP
     )
 
 
-def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
-    return rows
-
-
 @pytest.mark.slow
 def test_a_recipe_that_could_start(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -57,7 +51,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     done = doctor(RECIPE, f"--run-dir={tmp_path / 'run'}", *flags, "--json", before=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
-    problems = [row for row in rows_of(done) if row["state"] == "problem"]
+    problems = [row for row in json.loads(done.stdout)["rows"] if row["state"] == "problem"]
     told = "\n".join(f"{row['section']} {row['name']}: {row['found']}" for row in problems)
     assert "training math-verify" in told
     assert "its import fails: RuntimeError: built for another Python" in told

@@ -11,17 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.forked_commands import ROOT
 from tests.support.metrics import results
 from tests.support.once import made_once
-from tests.support.processes import ranks_of
+from tests.support.processes import ranks_of, sampler_of
 from tests.support.short_runs import (
     LIMIT_S,
     TWO,
@@ -79,22 +77,10 @@ def test_a_signal_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
     assert not list(run_dir.glob("checkpoints/step_*"))
 
 
-def _sampler_of(run_dir: Path, process: Command) -> bool:
-    """Whether the sampler's process is there; it takes seconds to import what it needs."""
-    found = psutil.Process(process.pid).children(recursive=True)
-    return any("bapo_megatron.rollout.sampler.process" in _words(child) for child in found)
-
-
-def _words(process: psutil.Process) -> list[str]:
-    with suppress(psutil.Error):
-        return process.cmdline()
-    return []
-
-
 PHASES: dict[str, Callable[[Path, Command], bool]] = {
     "the command has begun": lambda _run, _process: True,
     "its directory is there": lambda run_dir, _process: run_dir.exists(),
-    "its sampler starts": _sampler_of,
+    "its sampler starts": lambda _run, process: sampler_of(process.pid) is not None,
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of runs: many are beside each other, each with small tensors
@@ -20,8 +19,7 @@ import bapo_megatron.policy  # noqa: F401  # before megatron-core, which may wan
 from tests.support.coroutines import run_coroutine
 from tests.support.guardian import guard_session
 from tests.support.scheduling import make_scheduler, place_of, workers
-from tests.support.second_try import forget_exit_code, keep_exit_code
-from tests.support.tiers import check_slow_files, is_passed_over
+from tests.support.second_try import keep_exit_code
 
 gc.disable()  # until the tests are imported
 settings.register_profile("suite", deadline=None)  # machines are as slow as they are
@@ -34,12 +32,12 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     """Before the first worker starts: what they start is known by what they inherit from here."""
     guard_session()
-    forget_exit_code(config)
+    keep_exit_code(config, None)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """For ``make test-again``."""
-    keep_exit_code(session.config, exitstatus)
+    keep_exit_code(session.config, int(exitstatus))
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -53,14 +51,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return make_scheduler(config, log)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """For ``make test-slow``; None: as pytest decides."""
-    return is_passed_over(collection_path, config.option.markexpr, config.args) or None
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest groups come first. It sees all tests: those of the other tier are deselected later."""
-    check_slow_files(items)
     items.sort(key=lambda item: place_of(item.nodeid))
 
 

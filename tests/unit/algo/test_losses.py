@@ -265,7 +265,6 @@ def test_measurements_that_would_be_misread_are_refused() -> None:
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 TOLD = json.loads((FIXTURES / "trl/losses.json").read_text())
-MASKED = json.loads((FIXTURES / "trl_sequences/losses.json").read_text())
 
 OURS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "clip": (AlgorithmConfig().loss, "token", {}),
@@ -316,7 +315,7 @@ def assert_trls(loss: Loss, stats: TokenStats, batch: MicroBatch, tokens: float,
     torch.testing.assert_close(log_prob_T.grad, gradient_T, rtol=1e-10, atol=1e-15)
 
 
-@pytest.mark.parametrize("case", TOLD["cases"])
+@pytest.mark.parametrize("case", OURS)
 def test_loss_and_gradient_are_trls(case: str) -> None:
     name, mean, settings = OURS[case]
     bounds = fixed(0.8, 1.28) if case == "clip" else BoundsConfig()
@@ -326,13 +325,13 @@ def test_loss_and_gradient_are_trls(case: str) -> None:
 
 
 def test_the_off_policy_mask_with_vespo_is_trls() -> None:
-    """It rejects one response of the eight, whose gradient is zero. TRL keeps it in its count of tokens, here
+    """It rejects one response of the four, whose gradient is zero. TRL keeps it in its count of tokens, here
     it leaves it."""
-    mask, *columns = (MASKED["inputs"][name] for name in ("mask", "log_prob", "old", "advantages"))
+    mask, *columns = (TOLD["batch"][name] for name in ("mask", "log_prob", "old_log_prob", "advantage"))
     stats, batch = trl_pack(mask, *columns)
     means = sequence_means(sums_by_sequence(batch.rollout_log_prob_T - stats.log_prob_T, batch)).tolist()
     kept = [not is_off_policy(*both, 0.02) for both in zip(columns[-1], means, strict=True)]
-    expected = MASKED["outputs"]["vespo_masked"]
+    expected = TOLD["cases"]["vespo_masked"]
     assert [any(row) for row in expected["gradient"]] == kept
     assert kept.count(False) == 1
     left = trl_pack((float64(mask) * float64(kept)[:, None]).tolist(), *columns)

@@ -15,27 +15,24 @@ import os
 import random
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from bapo_megatron import cli
-from bapo_megatron.rollout.sampler.step_batches import steps_in
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.accounts import check_run
-from tests.support.fork_server import import_all
+from tests.support.forked_commands import ROOT, start_bapo
 from tests.support.metrics import results
 from tests.support.processes import ranks_of, sampler_of
 from tests.support.raw_journal import keeping_logs
 from tests.support.short_runs import SUMS
 
-ROOT = Path(__file__).parents[2]
 FLAGS = (
     *("--parallel.data=2", "--checkpoint.every=2", "--evaluation.every=0", "--reward.workers=1"),
     *("--rollout.prompts-per-step=4", "--rollout.group-size=4"),
@@ -48,7 +45,6 @@ STEPS_A_KILL = 1.5
 WHILE_STARTING = 0.25
 """Share of the kills that come before a run has begun to sample."""
 HARMS = {"kill all": 4, "kill rank 0": 2, "kill rank 1": 2, "kill the sampler": 2, "SIGUSR1": 1, "SIGTERM": 1}
-PHASES = ("starting", "sampling", "updating", "saving")
 INTERRUPTED = 85
 
 
@@ -56,55 +52,24 @@ INTERRUPTED = 85
 class Outcome:
     """What was done to a run, and what it cost."""
 
-    kills: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By what was done, and what the run was doing."""
+    kills: Counter[str] = field(default_factory=Counter)
+    """By what was done, while the run started or later."""
     repeated: int = 0
     """Steps that were made again."""
     starts: int = 0
     tokens: Counter[str] = field(default_factory=Counter)
     """Of the journal, by what became of them."""
 
-    def table(self) -> str:
-        """For people, in Markdown."""
-        phases = [phase for phase in PHASES if any(self.kills[harm, phase] for harm in HARMS)]
-        lines = ["| |" + "".join(f" {phase} |" for phase in phases), "|---|" + "---:|" * len(phases)]
-        for harm in HARMS:
-            cells = "".join(f" {self.kills[harm, phase]} |" for phase in phases)
-            lines.append(f"| {harm} |{cells}")
-        tokens = ", ".join(
-            f"{self.tokens[name]:,} {name}" for name in ("sampled", "trained", "dropped", "kept")
-        )
-        lines += ["", f"{self.starts} starts, {self.repeated} steps made again."]
-        lines += [f"Tokens of the journal: {tokens}; lost: 0. Results equal bit for bit."]
-        return "\n".join(lines)
-
 
 class Life:
-    """One process of the command, forked from this one, so that nothing is imported again."""
+    """One process of the command."""
 
     def __init__(self, run_dir: Path, words: Sequence[str]) -> None:
         """``words``: the recipe and its flags."""
-        self.began = time.time()
-        self._run_dir = run_dir
-        self._code: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            _live(["train", *words, f"--run-dir={run_dir}"], run_dir.with_suffix(".log"))
-
-    def code(self) -> int | None:
-        """Its exit code, negative for a signal; None while it lives."""
-        if self._code is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if found else None
-        return self._code
-
-    def wait(self, limit_s: float = 300.0) -> int:
-        """Its exit code, when it has ended."""
-        deadline = time.monotonic() + limit_s
-        while (code := self.code()) is None:
-            assert time.monotonic() < deadline, "a run neither continues nor ends"
-            time.sleep(0.05)
-        return code
+        self.began, self._run_dir = time.time(), run_dir
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        with run_dir.with_suffix(".log").open("ab") as log:
+            self.process = start_bapo("train", *words, f"--run-dir={run_dir}", log=log.fileno())
 
     def first_steps(self) -> list[int]:
         """The step that it began with, if it came so far."""
@@ -113,57 +78,25 @@ class Life:
         begun = [row for row in rows if row["kind"] in ("start", "resume")]
         return [row["step"] for row in begun if _seconds(row["time"]) > self.began]
 
-    def phase(self) -> str:
-        """What it is doing, one of ``PHASES``."""
-        if not self.first_steps():
-            return "starting"
-        if list((self._run_dir / "checkpoints").glob(".step_*")):
-            return "saving"
-        given = max(steps_in(self._run_dir / "journal"), default=0)
-        return "updating" if given > last_step(self._run_dir, "metrics.jsonl") else "sampling"
-
     def harm(self, kind: str) -> None:
         """Do it, and see it end, if it is to end."""
+        pid = self.process.pid
         if kind == "kill all":
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
         elif kind.startswith("kill rank"):
-            ranks, number = ranks_of(self.pid), int(kind[-1])
-            os.kill(ranks[number].pid if number < len(ranks) else self.pid, signal.SIGKILL)
+            ranks, number = ranks_of(pid), int(kind[-1])
+            os.kill(ranks[number].pid if number < len(ranks) else pid, signal.SIGKILL)
         elif kind == "kill the sampler":
-            if found := sampler_of(self.pid):
+            if found := sampler_of(pid):
                 found.kill()
             return
         else:
-            os.kill(self.pid, getattr(signal, kind))
-        code = self.wait()
+            os.kill(pid, getattr(signal, kind))
+        code = self.process.wait(300)
         if kind.startswith("kill"):
             assert code != 0
-        _clear(self.pid)
-
-
-def _live(arguments: list[str], log: Path) -> None:
-    code = 70
-    try:
-        os.setsid()
-        os.chdir(ROOT)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        code = cli.run(arguments)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _clear(pid: int) -> None:
-    """What is left of a life's group, as Slurm clears a job before it starts it again."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+        with suppress(ProcessLookupError):  # what is left, as Slurm clears a job before it starts it again
+            os.killpg(pid, signal.SIGKILL)
 
 
 def _seconds(stamp: str) -> float:
@@ -183,7 +116,7 @@ def campaign(folder: Path, kills: int, seed: int, say: Callable[[str], None]) ->
     words = ("recipes/demo_cpu.py", *FLAGS, f"--steps={steps}")
     whole, harmed = folder / "whole", folder / "harmed"
     alone = Life(whole, words)
-    assert alone.wait(3600) == 0, whole.with_suffix(".log").read_text()[-3000:]
+    assert alone.process.wait(3600) == 0, whole.with_suffix(".log").read_text()[-3000:]
     start_s = _seconds(read_jsonl(whole / "events.jsonl")[0]["time"]) - alone.began
     step_s = statistics.median(row["time/step_s"] for row in read_jsonl(whole / "metrics.jsonl"))
     outcome = Outcome()
@@ -192,7 +125,7 @@ def campaign(folder: Path, kills: int, seed: int, say: Callable[[str], None]) ->
             _harmed_life(harmed, words, chance, outcome, (start_s, step_s))
             say(f"{done} of {kills} kills before step {last_step(harmed, 'metrics.jsonl')} of {steps}")
         assert done >= kills, "the run was done before it was harmed so often"
-        while (code := Life(harmed, words).wait(3600)) != 0:
+        while (code := Life(harmed, words).process.wait(3600)) != 0:
             assert code == INTERRUPTED, harmed.with_suffix(".log").read_text()[-3000:]
     outcome.starts += 1
     outcome.tokens = check_run(harmed, kept, cut_steps=True).totals()
@@ -225,27 +158,27 @@ def _harmed_life(
     """
     before = last_step(run_dir, "metrics.jsonl")
     life, steps = Life(run_dir, words), int(words[-1].partition("=")[2])
+    process = life.process
     outcome.starts += 1
     [kind] = chance.choices(list(HARMS), list(HARMS.values()))
     starting = chance.random() < WHILE_STARTING
-    while not starting and life.code() is None and life.phase() == "starting":
+    while not starting and process.poll() is None and not life.first_steps():
         time.sleep(0.05)
     target = min(before + chance.randrange(3), steps - 2)
-    while not starting and life.code() is None and last_step(run_dir, "metrics.jsonl") < target:
+    while not starting and process.poll() is None and last_step(run_dir, "metrics.jsonl") < target:
         time.sleep(0.05)
     end = time.monotonic() + chance.uniform(0, spans_s[0] if starting else spans_s[1])
-    while time.monotonic() < end and life.code() is None:
+    while time.monotonic() < end and process.poll() is None:
         time.sleep(0.05)
-    if life.code() is not None:
-        assert life.code() == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+    if process.poll() is not None:
+        assert process.returncode == 0, run_dir.with_suffix(".log").read_text()[-3000:]
         return  # it was done
-    phase = life.phase()
-    life.harm(kind)
-    outcome.kills[kind, phase] += 1
-    if kind == "kill the sampler":
-        time.sleep(chance.uniform(0, spans_s[1]))
-        life.harm("kill all")
-        outcome.kills["kill all", phase] += 1
+    when = "later" if life.first_steps() else "while it starts"
+    for harm in (kind, "kill all") if kind == "kill the sampler" else (kind,):
+        if harm != kind:
+            time.sleep(chance.uniform(0, spans_s[1]))
+        life.harm(harm)
+        outcome.kills[f"{harm}, {when}"] += 1
     outcome.repeated += sum(max(0, before - first_step + 1) for first_step in life.first_steps())
 
 
@@ -255,12 +188,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="an empty folder for the runs, which stay there")
     given = parser.parse_args()
-    import_all()
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
-        say = partial(print, flush=True)
-        outcome = campaign(folder, given.kills, given.seed, say)
-    print(outcome.table())
+        outcome = campaign(folder, given.kills, given.seed, partial(print, flush=True))
+    print(dict(outcome.kills), f"{outcome.starts} starts, {outcome.repeated} steps made again", sep="\n")
+    print(dict(outcome.tokens), "lost: 0. Results equal bit for bit.")
 
 
 if __name__ == "__main__":

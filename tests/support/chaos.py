@@ -2,8 +2,7 @@
 
     python -m tests.support.chaos --minutes 30 [--seed 0] [--sync broadcast]
     python -m tests.support.chaos --kills 200 --colocated [--sync ipc] [--minutes 90]
-    python -m tests.support.chaos --kills 200 --tools async [--minutes 60]
-    python -m tests.support.chaos --kills 200 --tools agent [--engine local]
+    python -m tests.support.chaos --kills 200 --agents
 
 Servers, the sampler and the trainer are killed with -9, servers and the sampler are stopped for a while with
 SIGSTOP. Then the run continues in peace for a few steps, and its journal is audited (tests/support/audit.py):
@@ -13,10 +12,8 @@ twice; the losses equal those of a replay of the journal.
 ``--colocated``: the servers give up their memory while the policy trains. Kills then come as soon as a server
 has answered a call that leads from one state to the next (``ARROWS``), or the trainer has made an update.
 
-``--tools``: the demo with a calculator that fails as tools do (faulty_tools.py). Workers of environments are
-killed, too, and the audit hears what the tools say (tool_accounts.py).
-``agent``: an agent program in the calculator's place (unruly_agent.py), which is killed, too, and its own
-accounts (agent_accounts.py).
+``--agents``: the demo's policy, asked by agent programs (unruly_agent.py), which are killed, too, as are the
+workers of environments; the audit hears what the programs say (agent_accounts.py).
 """
 
 from __future__ import annotations
@@ -33,11 +30,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -48,7 +44,6 @@ from tests.support.agent_accounts import check_agents
 from tests.support.forked_commands import start_bapo
 from tests.support.processes import environments_of, sampler_of, servers_of
 from tests.support.raw_journal import keeping_logs
-from tests.support.tool_accounts import check_steps, check_tools
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes/demo_sglang_cpu.py"
@@ -81,33 +76,23 @@ IPC_ARROWS = (
 )
 """What a kill waits for: a call that a server answers, as its log says, or a line of the run's own logs."""
 
-TOOL_KILLS = (*KILLS, "kill the sampler", *["kill an environment worker"] * 4)
-TOOL_ARROWS = {
-    "a tool is asked": b'"what": "asked"',
-    "a slow tool is asked": b'"fault": "slow"',
-    "a tool hangs": b'"fault": "hang"',
-    "a tool has answered": b'"what": "answered"',
-    "update": b"\n",
-    "checkpoint": b'"saving"',
-}
-"""What a kill waits for in a run with tools: a line of the tools' log, or of the run's."""
 AGENT_KILLS = (*KILLS, "kill a server", *["kill an environment worker", "kill an agent program"] * 2)
+WRITTEN = {"update": ("updates.jsonl", b"\n"), "checkpoint": ("events.jsonl", b'"saving"')}
+"""Of the run's own logs."""
 AGENT_ARROWS = {
     "a program asks": b'"what": "asked"',
     "a stream is cancelled": b'"what": "cancels"',
     "a program disconnects": b'"what": "disconnects"',
     "a program is answered": b'"what": "answered"',
-    "update": b"\n",
-    "checkpoint": b'"saving"',
 }
+"""What a kill waits for in a run with agent programs: a line of their log."""
 AGENT = ROOT / "tests/support/unruly_agent.py"
 SMALL = (
     *("--rollout.prompts-per-step=2", "--rollout.group-size=3", "--algorithm.updates-per-epoch=1"),
     *("--reward.workers=1", "--environment.workers=1"),
 )
 """A program for each episode, and many starts: a step is to be short."""
-STEP_LIMIT_S = 6
-TOOL_FLAGS = (
+AGENT_FLAGS = (
     *("--environment.workers=2", "--evaluation.every=0", "--rollout.keep-steps=None"),
     *("--rollout.engine=sglang", "--rollout.max-oversampling=1.5", "--optimizer.lr=1e-5"),
 )
@@ -122,38 +107,19 @@ class Target:
 
     recipe: Path = RECIPE
     flags: tuple[str, ...] = ()
-    tools_log: Path | None = None
-    """What the tools note, if it has tools, or its agent programs."""
-    arrows: Mapping[str, bytes] = field(default_factory=dict)
-    """What a kill waits for: lines of ``tools_log``."""
+    agents_log: Path | None = None
+    """What agent programs note, if it has them."""
 
 
-def with_tools(folder: Path, kind: str) -> Target:
-    """The demo with a tool whose steps are ``async`` or ``plain``, as faulty as tools are."""
-    log = folder / "tools.log"
-    settings = json.dumps({"log": str(log), "limit_s": STEP_LIMIT_S})
-    function = f"tests.support.faulty_tools:{kind.title()}Faulty"
-    flags = (
-        *(f"--environment.function={function}", f"--environment.settings={settings}"),
-        f"--environment.step-limit-s={STEP_LIMIT_S}",
-    )
-    return Target(ROOT / "recipes/demo_tools_cpu.py", (*TOOL_FLAGS, *flags), log, TOOL_ARROWS)
-
-
-def with_agents(folder: Path, engine: str) -> Target:
+def with_agents(folder: Path) -> Target:
     """The demo's policy, asked by an agent program that rewrites its history and ends its requests."""
-    log = folder / "tools.log"
-    flags = agent_flags({"command": [sys.executable, str(AGENT), str(log)]})
-    flags = (*TOOL_FLAGS, *SMALL, *flags, f"--rollout.engine={engine}")
-    return Target(ROOT / "recipes/demo_tools_cpu.py", flags, log, AGENT_ARROWS)
-
-
-def agent_flags(settings: dict[str, Any]) -> tuple[str, ...]:
-    """The flags of a run with agent programs."""
-    return (
+    log = folder / "agents.log"
+    settings = {"command": [sys.executable, str(AGENT), str(log)]}
+    flags = (
         "--environment.function=bapo_megatron.environment.adapters.endpoint:EndpointEnvironment",
         *(f"--environment.settings={json.dumps(settings)}", "--environment.max-turns=8"),
     )
+    return Target(ROOT / "recipes/demo_tools_cpu.py", (*AGENT_FLAGS, *SMALL, *flags), log)
 
 
 class Run:
@@ -222,11 +188,11 @@ class Run:
 
     def _watched(self, arrow: str) -> tuple[list[Path], bytes]:
         """The logs that show an arrow, and the text that does."""
-        if arrow in ("update", "checkpoint"):
-            log = {"update": "updates.jsonl", "checkpoint": "events.jsonl"}[arrow]
-            return [self.run_dir / log], TOOL_ARROWS[arrow]
-        if arrow in self.target.arrows and self.target.tools_log:
-            return [self.target.tools_log], self.target.arrows[arrow]
+        if arrow in WRITTEN:
+            log, text = WRITTEN[arrow]
+            return [self.run_dir / log], text
+        if self.target.agents_log:
+            return [self.target.agents_log], AGENT_ARROWS[arrow]
         return sorted((self.run_dir / "logs").glob("server-*.log")), b"POST /" + arrow.encode()
 
     def wait_for_steps(self, more: int, limit_s: float) -> None:
@@ -270,23 +236,21 @@ def main() -> None:
     parser.add_argument("--sync", choices=("disk", "broadcast", "ipc"), default="disk")
     parser.add_argument("--colocated", action="store_true")
     parser.add_argument("--kills", type=int, default=sys.maxsize)
-    parser.add_argument("--tools", choices=("async", "plain", "agent"))
-    parser.add_argument("--engine", choices=("sglang", "local"), default="sglang", help="of agents' runs")
+    parser.add_argument("--agents", action="store_true")
     parser.add_argument("--folder", type=Path, help="of the run, which is kept; else a temporary one")
     given = parser.parse_args()
     minutes = given.minutes or (30 if given.kills == sys.maxsize else math.inf)
     flags, arrows, target = [f"--rollout.sglang.sync={given.sync}"], (), Target()
     with tempfile.TemporaryDirectory() as name:
-        chance, folder, kinds = random.Random(given.seed), (given.folder or Path(name)).absolute(), HARMS
-        if given.tools == "agent":
-            kinds, target = AGENT_KILLS, with_agents(folder, given.engine)
-        elif given.tools:
-            kinds, target = TOOL_KILLS, with_tools(folder, given.tools)
+        chance, kinds = random.Random(given.seed), HARMS
+        folder = (given.folder or Path(name)).absolute()
+        if given.agents:
+            kinds, target, arrows = AGENT_KILLS, with_agents(folder), (*AGENT_ARROWS, *WRITTEN)
         elif given.colocated:
             kinds, arrows = KILLS, IPC_ARROWS if given.sync == "ipc" else ARROWS
             flags += COLOCATED
         harms = islice(harms_for(minutes, chance, kinds), given.kills)
-        harm_and_check(folder, harms, chance, flags, arrows or [*target.arrows], target)
+        harm_and_check(folder, harms, chance, flags, arrows, target)
 
 
 def harms_for(minutes: float, chance: random.Random, kinds: Sequence[str]) -> Iterator[str]:
@@ -330,18 +294,23 @@ def harm_and_check(
             run.stop()
     found = check_run(run.run_dir, folder / "kept")
     done += Counter({"steps": check_steps(run.run_dir)}) + found.totals()
-    if target.tools_log:
+    if target.agents_log:
         model = json.loads((run.run_dir / "config.json").read_text())["config"]["model.hf_path"]
         tokenizer = load_tokenizer(Path(model))
-        if target.arrows is AGENT_ARROWS:
-            killed = done["kill an agent program"]
-            done += check_agents(target.tools_log, found.episodes, tokenizer, killed)
-        else:
-            done += check_tools(target.tools_log, found.episodes, tokenizer)
+        done += check_agents(target.agents_log, found.episodes, tokenizer, done["kill an agent program"])
         assert not done["dropped_restarted"], "an environment that is played again gave another answer"
     check_replay(folder, target)
     print(dict(done), flush=True)
     return done
+
+
+def check_steps(run_dir: Path) -> int:
+    """AssertionError if the metrics lack a step, have one twice, or their updates do. Their number."""
+    steps = [row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1)), f"steps {steps}"
+    versions = [row["version"] for row in read_jsonl(run_dir / "updates.jsonl")]
+    assert versions == list(range(1, len(versions) + 1)), f"versions {versions}"
+    return len(steps)
 
 
 def check_replay(folder: Path, target: Target) -> None:

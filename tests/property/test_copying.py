@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -133,17 +129,6 @@ def test_calls_that_do_a_part_are_continued(tmp_path: Path, monkeypatch: pytest.
     assert (collect(target) == values).all()
 
 
-def test_after_an_error_nothing_more_is_copied(tmp_path: Path) -> None:
-    values = np.ones((8, 4), np.uint16)
-    source = lay_out(tmp_path, "source", (8, 4), [(0, 8, 0, 4)], 0, values)
-    first = lay_out(tmp_path, "first", (8, 4), [(0, 8, 0, 4)], 0, None)
-    second = lay_out(tmp_path, "second", (8, 4), [(0, 8, 0, 4)], 0, None)
-    lost = replace(source, blocks=(replace(source.blocks[0], file=tmp_path / "lost"),))
-    with pytest.raises(FileNotFoundError, match="lost"):
-        copy_tensors({"a": lost, "b": source}, {"a": first, "b": second}, threads=1)
-    assert not collect(second).any()
-
-
 def test_the_disk_is_busy_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every so many bytes the system is told to write them."""
     monkeypatch.setattr(copying, "BUFFER_BYTES", 8)
@@ -155,29 +140,6 @@ def test_the_disk_is_busy_all_the_time(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(copying.os, "posix_fadvise", lambda *arguments: told.append(arguments[-1]))
     copy_tensors({"w": source}, {"w": target}, threads=1)
     assert told == [os.POSIX_FADV_DONTNEED] * 3
-
-
-def test_an_interrupt_ends_the_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "BUFFER_BYTES", 8)
-    values = np.ones((300, 4), np.uint16)
-    source = lay_out(tmp_path, "source", (300, 4), [(0, 300, 0, 4)], 0, values)
-    target = lay_out(tmp_path, "target", (300, 4), [(0, 300, 0, 4)], 0, None)
-    bands: list[int] = []
-    main = threading.main_thread().ident or 0
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
-
-    def moved(nbytes: int) -> None:
-        if not bands:
-            signal.pthread_kill(main, signal.SIGINT)
-        bands.append(nbytes)
-        time.sleep(0.01)
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            copy_tensors({"w": source}, {"w": target}, threads=1, moved=moved)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert len(bands) < 300
 
 
 @pytest.mark.parametrize("pieces", [[(0, 8, 0, 4)], [(0, 8, 0, 2), (0, 8, 2, 2)]])

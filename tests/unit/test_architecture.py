@@ -115,15 +115,6 @@ def test_paths_in_strings_run_one_way_too() -> None:
     assert found == BY_PATH
 
 
-def test_the_core_knows_no_planning() -> None:
-    """What trains does not estimate itself."""
-    core = set().union(*LAYERS[: LAYERS.index({"planning"})])
-    assert {"config", "data", "rollout", "policy", "checkpoint", "trainer", "train"} <= core
-    for name, path in modules().items():
-        found = {one for one in imports(path) if f"{one}.".startswith("bapo_megatron.planning.")}
-        assert room(name) not in core or not found, f"{name} imports {found}"
-
-
 @cache
 def defined(path: Path) -> frozenset[str]:
     """Every name that a file gives to something, wherever it stands in it."""
@@ -185,19 +176,6 @@ def test_heavy_packages_stay_where_they_belong() -> None:
         assert room(name) in ("policy", "bapo_rehearsal") or "megatron" not in roots, name
         if room(name) == "algo":
             assert not {one for one in imports(path) if one.startswith("torch.distributed")}, name
-
-
-UNPACKED = re.compile(r"\w\((?:[^()\[\]]|\n)*\*[\(\[]")
-"""What such a call looks like: only such files are parsed."""
-
-
-def test_no_tuple_is_unpacked_in_a_call() -> None:
-    """`f(*(a, b), *(c, d))` only pleases the formatter, and hides which argument is which."""
-    others = (path for folder in ("tests", "benchmarks", "studies") for path in (ROOT / folder).rglob("*.py"))
-    for path in [*modules().values(), *(path for path in others if UNPACKED.search(path.read_text()))]:
-        for call in (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)):
-            unpacked = [one.value for one in call.args if isinstance(one, ast.Starred)]
-            assert not [one for one in unpacked if isinstance(one, ast.Tuple | ast.List)], (path, call.lineno)
 
 
 READ_IN_ITS_OWN_WAY = {
@@ -286,20 +264,6 @@ def test_templates_are_ours_or_sandboxed() -> None:
     for name, path in modules().items():
         uses = {one for one in imports(path) if one.split(".")[0] == "jinja2"}
         assert not uses or name == "bapo_megatron.commands.report.page", (name, uses)
-
-
-def test_one_file_knows_nemo_run() -> None:
-    files = [
-        path
-        for folder in ("slurm", "recipes", "benchmarks", "studies")
-        for path in (ROOT / folder).rglob("*.py")
-    ]
-    found = [path for path in files if "nemo_run" in {name.split(".")[0] for name in imports(path)}]
-    assert found == [ROOT / "slurm/launch.py"]
-
-
-def test_bounds_need_no_torch() -> None:
-    assert "torch" not in {name.split(".")[0] for name in imports(PACKAGE / "algo/bounds.py")}
 
 
 def test_a_preflight_imports_no_megatron() -> None:

@@ -124,33 +124,6 @@ def test_a_term_signal_cleans_up(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-_TALKS = """
-import sys
-from contextlib import suppress
-from checkpoints_tools import cli, commands
-convert = commands.to_hf
-def to_hf(*arguments):
-    with suppress(BrokenPipeError):
-        print("a line of progress", file=sys.stderr, flush=True)
-    return convert(*arguments)
-commands.to_hf = to_hf
-cli.main()
-"""
-"""A conversion that prints within, as those of more than ten seconds do."""
-
-
-def test_a_conversion_goes_on_where_nobody_reads_its_lines(checkpoint: Path, tmp_path: Path) -> None:
-    """`bapo-ckpt ... 2>&1 | tee log`, and tee or its terminal is gone. Half of 64 GB would be left behind."""
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-c", _TALKS, "to-hf", str(checkpoint), str(tmp_path / "output")]
-    process = subprocess.Popen(command, stdout=write, stderr=write)
-    os.close(write)
-    assert process.wait(120) == 0
-    assert (tmp_path / "output/config.json").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["output"]
-
-
 def test_a_signal_during_locking_blocks_no_later_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Just after it was locked, and before anything else."""
     flock = fcntl.flock

@@ -15,7 +15,6 @@ from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import Settings, cli, to_hf, to_megatron
 from checkpoints_tools.formats import torch_dist_writer
-from checkpoints_tools.formats.safetensors_folder import plan_safetensors
 from tests.support.checkpoint_models import (
     folder_bytes,
     load_tensors,
@@ -207,14 +206,3 @@ def test_a_file_that_cannot_be_written_is_one_line_and_no_difference(
     file.touch()
     assert cli.run(["to-megatron", str(hf), str(file / "out")]) == 2
     assert f"error: {file}: File exists\n" in capsys.readouterr().err
-
-
-def test_an_index_is_kept_where_it_names_the_tensors_that_are_written(tmp_path: Path) -> None:
-    """One of other tensors is made anew, though all sizes are equal: of fp8 their scales are other ones."""
-    files = {"a": "1.safetensors", "b": "2.safetensors"}
-    for named, is_kept in ((files, True), ({"a": "1.safetensors", "c": "2.safetensors"}, False)):
-        index = json.dumps({"metadata": {"total_size": 8}, "weight_map": named}).encode()
-        plan = plan_safetensors(dict.fromkeys(files, ("BF16", (2,))), tmp_path, 10**9, files, index)
-        written = plan.last[tmp_path / INDEX]
-        assert json.loads(written) == {"metadata": {"total_size": 8}, "weight_map": files}
-        assert (written == index) == is_kept

@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints_tools import Settings, to_megatron
 from checkpoints_tools.core import progress
-from checkpoints_tools.core.progress import byte_progress, format_bytes
+from checkpoints_tools.core.progress import byte_progress
 from tests.support.checkpoint_models import save_random_model
 
 
@@ -47,8 +47,3 @@ def test_the_last_line_comes_when_the_output_is_there(
     to_megatron(save_random_model(tmp_path / "hf"), output, settings=Settings(progress=True))
     assert is_there == [True]
     assert (output / "release/.metadata").is_file()
-
-
-def test_units() -> None:
-    shown = ["999 bytes", "1 kB", "3.55 GB", "65.5 TB"]
-    assert [format_bytes(n) for n in (999, 1000, 3.554e9, 65.5e12)] == shown

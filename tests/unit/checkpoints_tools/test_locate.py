@@ -17,7 +17,7 @@ from bapo_megatron.errors import CheckpointError, ConfigError
 from checkpoints_tools import cli, inspect_checkpoint, reshard, to_megatron
 from checkpoints_tools.formats.locate import Format, hf_reference, locate
 from checkpoints_tools.inspection import as_text
-from tests.support.checkpoint_models import load_tensors, save_random_model
+from tests.support.checkpoint_models import save_random_model
 from tests.support.legacy_checkpoints import save_legacy
 from tests.support.models import EXPERTS
 from tests.unit.checkpoints_tools.conftest import make_step
@@ -40,20 +40,6 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize(
-    ("file", "found"),
-    [
-        (".metadata", Format.TORCH_DIST),
-        ("mp_rank_00/model_optim_rng.pt", Format.MP_RANK),
-        ("model-00001-of-00002.safetensors", Format.HF),
-    ],
-)
-def test_plain_folders_are_known_by_their_files(file: str, found: Format, tmp_path: Path) -> None:
-    touch(tmp_path / "any" / file)
-    location = locate(tmp_path / "any")
-    assert (location.folder, location.format, location.iteration) == (tmp_path / "any", found, None)
-
-
 def test_the_tracker_names_the_iteration(tmp_path: Path) -> None:
     touch(tmp_path / "iter_0000100/.metadata")
     touch(tmp_path / "iter_0000200/mp_rank_00_000/model_optim_rng.pt")
@@ -64,12 +50,6 @@ def test_the_tracker_names_the_iteration(tmp_path: Path) -> None:
     assert locate(tmp_path / "iter_0000100").iteration == 100
     with pytest.raises(CheckpointError, match="has no iter_0000300; it has iter_0000100, iter_0000200"):
         locate(tmp_path, "300")
-
-
-def test_a_release_has_no_iteration(tmp_path: Path) -> None:
-    touch(tmp_path / "release/.metadata")
-    touch(tmp_path / "latest_checkpointed_iteration.txt", "release")
-    assert (locate(tmp_path).folder, locate(tmp_path).iteration) == (tmp_path / "release", None)
 
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -175,22 +155,6 @@ def test_where_the_model_is_described(run: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def hf(tmp_path: Path) -> Path:
     return save_random_model(tmp_path / "hf", "qwen3", files=2)
-
-
-def test_a_hugging_face_folder(hf: Path) -> None:
-    found = inspect_checkpoint(hf)
-    tensors = load_tensors(hf)
-    elements = sum(tensor.numel() for tensor in tensors.values())
-    assert (found.format, found.layout, found.iteration, found.optimizer) == ("HF", None, None, None)
-    assert (found.parameters, found.dtypes) == (elements, {"BF16": 2 * elements})
-    assert found.total_bytes == sum(path.stat().st_size for path in hf.rglob("*") if path.is_file())
-    assert found.model is not None
-    assert (found.model["layers"], found.model["head_dim"], found.model["tied"]) == (3, 24, False)
-    groups = {group.key: group for group in found.keys}
-    gate = groups["model.layers.*.mlp.gate_proj.weight"]
-    assert (gate.dtype, gate.shape, gate.count) == ("BF16", (40, 48), 3)
-    assert groups["lm_head.weight"].shape == (101, 48)
-    assert sum(group.count for group in found.keys) == len(tensors)
 
 
 def test_torch_dist(hf: Path, tmp_path: Path) -> None:

@@ -187,14 +187,6 @@ def test_a_pickle_of_more_than_its_limit_is_not_begun(monkeypatch: pytest.Monkey
         load_pickle(pickle.dumps("a" * 20), "x")
 
 
-def test_no_state_is_shared_between_two_files() -> None:
-    """Two files that name the same class get two classes."""
-    first = load_pickle(pickle.dumps(argparse.Namespace(a=1)), "x")
-    second = load_pickle(pickle.dumps(argparse.Namespace(b=1)), "x")
-    assert type(first) is not type(second)
-    assert first.state == {"a": 1}
-
-
 def test_references_outside_the_pickle_need_a_reader() -> None:
     data = b"\x80\x02X\x01\x00\x00\x00aQ."
     assert load_pickle(data, "x", persistent=lambda key: key * 2) == "aa"

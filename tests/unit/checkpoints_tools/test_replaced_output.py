@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import Settings, to_hf, to_megatron
 from checkpoints_tools.core import atomic_output, copying
-from tests.unit.checkpoints_tools.conftest import OVERWRITE, Convert, in_a_child
+from tests.unit.checkpoints_tools.conftest import OVERWRITE, Convert
 
 Target = Callable[[Path, Path], object]
 
@@ -136,27 +134,6 @@ def write(output: Path, text: str) -> None:
         (folder / "weights").write_text(text)
 
 
-@pytest.mark.parametrize("first", [MARK, "config.json", "weights"])
-def test_a_kill_while_the_old_output_is_deleted_blocks_no_later_one(tmp_path: Path, first: str) -> None:
-    """Whichever of its files was deleted first."""
-    output = tmp_path / "output"
-    write(output, "old")
-
-    def killed() -> None:
-        def dies(folder: Path, **_: object) -> None:
-            os.unlink(folder / first)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        shutil.rmtree = dies  # type: ignore[assignment]
-        write(output, "killed")
-
-    assert os.WTERMSIG(in_a_child(killed)) == signal.SIGKILL
-    assert len(list(tmp_path.iterdir())) == 3  # with the lock that it held
-    write(output, "new")
-    assert (output / "weights").read_text() == "new"
-    assert list(tmp_path.iterdir()) == [output]
-
-
 def test_an_old_output_that_cannot_be_deleted_fails_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,14 +153,3 @@ def test_an_old_output_that_cannot_be_deleted_fails_nothing(
     assert "an old output, could not be deleted whole: delete it" in capsys.readouterr().err
     write(output, "last")
     assert list(tmp_path.iterdir()) == [output]
-
-
-def test_a_copy_of_an_output_is_one_also_with_the_mark_of_an_earlier_version(tmp_path: Path) -> None:
-    """Which has digests."""
-    write(tmp_path / "output", "old")
-    output = tmp_path / "copy"
-    shutil.copytree(tmp_path / "output", output)
-    mark = json.loads((output / MARK).read_text())
-    (output / MARK).write_text(json.dumps({**mark, "sha256": {"weights": "0"}}))
-    write(output, "new")
-    assert (output / "weights").read_text() == "new"

@@ -197,12 +197,3 @@ def test_a_file_that_is_cut_or_gone_is_named(run: Path, capsys: pytest.CaptureFi
         told = capsys.readouterr()
         assert "trainer.json has 1 bytes instead of 2: the checkpoint is not whole" in told.err
         assert told.out == ""
-
-
-def test_a_checkpoint_that_is_passed_over_is_told_once(
-    run: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run / "checkpoints/step_000020/trainer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"step_000010/policy"):
-        verify(run, model)
-    assert capsys.readouterr().err.count("passing over a newer checkpoint") == 1

@@ -31,16 +31,6 @@ from tests.support.shapes import resized
 SPEC = CanarySpec(seed=3, tokens=4000, longest=200, vocab=50)
 
 
-def test_the_same_spec_draws_the_same_batch() -> None:
-    first, again = (canary_sequences(SPEC, balanced()) for _ in range(2))
-    other = canary_sequences(dataclasses.replace(SPEC, seed=4), balanced())
-    for one, two in zip(first, again, strict=True):
-        np.testing.assert_array_equal(one.token_ids, two.token_ids)
-        np.testing.assert_array_equal(one.log_ratio_R, two.log_ratio_R)
-        assert one.advantage == two.advantage
-    assert any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, other, strict=False))
-
-
 def test_lengths_run_from_one_response_token_to_the_longest() -> None:
     samples = unscored(canary_sequences(SPEC, balanced()))
     lengths = [len(sample.token_ids) for sample in samples]

@@ -11,14 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.algo.advantages import grpo
 from bapo_megatron.data.packing import pack_samples, trained_columns
-from bapo_megatron.data.samples import Sample, samples_of
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.planning.memory import PACK_COLUMNS
 from bapo_megatron.policy.positions import slice_batch
 from bapo_megatron.trainer.sft import next_token_loss
-from bapo_megatron.types import COLUMNS, Group, MicroBatch, PackLayout, Prompt, Rollout, TokenStats
-from tests.support.batches import in_memory
+from bapo_megatron.types import COLUMNS, MicroBatch, PackLayout, TokenStats
 from tests.support.models import random_samples
 
 WRITTEN_FOR_ALL_TOKENS = {"token_T", "label_T", "position_T"}
@@ -44,24 +42,6 @@ def test_every_tensor_of_a_micro_batch_is_a_column() -> None:
     assert tensors == {name: column.dtype for name, column in COLUMNS.items()}
     assert trained_columns(sample(None), 0, 1.0).keys() | WRITTEN_FOR_ALL_TOKENS == COLUMNS.keys()
     assert sum(column.dtype.itemsize for column in COLUMNS.values()) == PACK_COLUMNS
-
-
-def test_columns_that_are_not_given_hold_their_fill_value() -> None:
-    pack = MicroBatch.of((0, 2, 3), advantage_T=torch.tensor([1.0, 2.0, 3.0]))
-    assert pack.advantage_T.tolist() == [1, 2, 3]
-    assert pack.sequence_T.tolist() == [-1, -1, -1]
-    assert pack.mask_T.tolist() == [0, 0, 0]
-    with pytest.raises(TypeError, match="advantages_T"):
-        MicroBatch.of((0, 1), advantages_T=torch.zeros(1))
-
-
-def test_moving_and_taking_treat_every_column_alike() -> None:
-    [pack] = pack_samples([sample(None)], 16)
-    moved, part = pack.to(torch.device("meta")), pack.take(slice(1, 3))
-    assert (moved.rows, part.cu_seqlens, part.sequences) == (pack.rows, pack.cu_seqlens, pack.sequences)
-    for name in COLUMNS:
-        assert getattr(moved, name).is_meta, name
-        assert torch.equal(getattr(part, name), getattr(pack, name)[1:3]), name
 
 
 def test_tokens_that_are_masked_are_like_a_prompt() -> None:
@@ -99,28 +79,6 @@ def test_means_count_the_trained_tokens_alone() -> None:
         assert pack.weight_T[pack.mask_T != 0].tolist() == weights
         stats = TokenStats(-torch.ones(len(pack.mask_T)), torch.zeros(len(pack.mask_T)))
         assert next_token_loss(stats, pack).tolist() == [loss, 3]
-
-
-def test_a_mask_of_ones_changes_no_bit() -> None:
-    plain = random_samples(12, seed=4)
-    masked = [dataclasses.replace(one, loss_mask_R=np.ones(one.response_tokens, np.bool_)) for one in plain]
-    for packs in zip(pack_samples(plain, 96, "sequence"), pack_samples(masked, 96, "sequence"), strict=True):
-        for name in COLUMNS:
-            left, right = (getattr(pack, name).numpy().tobytes() for pack in packs)
-            assert left == right, name
-
-
-def test_the_mask_of_a_rollout_becomes_that_of_its_sample() -> None:
-    mask_R = np.array([True, False])
-    ids_R, log_probs_R = np.array([7, 8], np.int32), np.array([-1, -2], np.float32)
-    rollouts = tuple(
-        Rollout(ids_R, log_probs_R, ids_R, "stop", reward, loss_mask_R=mask_R) for reward in (0.0, 1.0)
-    )
-    one = Group(Prompt(0, np.array([1], np.int32), "", ""), rollouts)
-    [[first, _]] = samples_of(in_memory(one), grpo)
-    assert (first.response_tokens, first.trained_tokens) == (2, 1)
-    [pack] = pack_samples([first], 8)
-    assert pack.mask_T.tolist() == [1, 0]
 
 
 def per_sequence(values_T: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

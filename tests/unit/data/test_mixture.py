@@ -19,7 +19,6 @@ from bapo_megatron.data.prompts import (
     PromptOrder,
     ProportionalInterleaving,
     data_order,
-    mixture_settings,
 )
 from bapo_megatron.data.rows import within_difficulty
 from bapo_megatron.errors import ConfigError
@@ -82,11 +81,6 @@ def test_any_place_may_be_asked_for_in_any_order(weights: list[float], places: l
         assert (choice, before) == (whole[place], whole[:place].count(whole[place]))
 
 
-def test_a_place_far_away_takes_no_walk_over_whole_periods() -> None:
-    """A period of 3 places: the place after 3e12 + 1 is the second of its period."""
-    assert ProportionalInterleaving([2, 1]).next_after(3 * 10**12 + 1) == (1, 10**12)
-
-
 SOURCES = (MixedSource("a", 5, 2, "aa"), MixedSource("b", 3, 1, "bb"), MixedSource("c", 4, 0.5, "cc"))
 
 
@@ -118,13 +112,6 @@ def test_each_source_has_shuffled_epochs_of_its_own() -> None:
 def test_one_source_comes_in_the_order_of_the_only_file() -> None:
     alone = PromptOrder(5, 7, True).take(0, 30)
     assert Mixture(SOURCES[:1], 7, True).take(0, 30) == data_order(5, (), 7, True).take(0, 30) == alone
-
-
-def test_a_journal_is_bound_to_names_weights_and_files() -> None:
-    assert mixture_settings(()) == {"data.sources": None}
-    of_a = {"weight": 2.0, "sha256": "aa", "prompts": 5}
-    bound = {"data.sources": ["a"], **{f"data.sources[a].{name}": value for name, value in of_a.items()}}
-    assert mixture_settings(SOURCES[:1]) == bound
 
 
 PATH = "model_difficulty.DeepSeek-R1-Distill-Qwen-1.5B"

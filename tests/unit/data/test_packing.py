@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.algo.advantages import dr_grpo, grpo
+from bapo_megatron.algo.advantages import grpo
 from bapo_megatron.data import samples as samples_module
 from bapo_megatron.data.pack_plan import Documents, balance, plan_packs
 from bapo_megatron.data.packing import pack_samples, split_into_updates
@@ -57,13 +57,6 @@ def test_old_log_probs_and_importance_stand_at_the_predicting_token() -> None:
     assert pack.rollout_log_prob_T.tolist() == [0, -1, -2, -1]
     assert pack.weight_T.tolist() == [0, 1.5, 0.375, 1.5]
     assert pack.mask_T.tolist() == [0, 1, 1, 1]
-
-
-def test_long_padding_is_cut_into_documents() -> None:
-    samples = [sample([1], [2] * 1299), sample([1], [2])]
-    layouts = [PackLayout(rank, 2, fixed_length=True) for rank in range(2)]
-    packs = [pack_samples(samples, 1400, layout=layout)[0] for layout in layouts]
-    assert [pack.cu_seqlens for pack in packs] == [(0, 1299), (0, 1, 513, 1025, 1299)]
 
 
 def test_a_constant_divides_every_response_alike() -> None:
@@ -118,29 +111,12 @@ def test_documents_are_padded_to_their_multiple() -> None:
     assert pack.max_seqlen == 4
 
 
-def test_documents_that_only_fit_without_their_padding_do_not_share_a_pack() -> None:
-    """5 and 5 take 8 and 8, which is more than 12."""
-    layout = PackLayout(length_multiple=4, document_multiple=4)
-    packs = pack_samples([sample([1], [2] * 5)] * 2, 12, layout=layout)
-    assert [pack.cu_seqlens for pack in packs] == [(0, 8), (0, 8)]
-
-
 def test_padding_documents_obey_the_multiple() -> None:
     """512 is not a multiple of 6, so padding is cut into 510; a multiple above 512 is itself the piece."""
     [pack] = pack_samples([sample([1], [2] * 5)], 1200, layout=PackLayout(0, 1, 1200, document_multiple=6))
     assert pack.cu_seqlens == (0, 6, 516, 1026, 1200)
     [pack] = pack_samples([sample([1], [2])], 1800, layout=PackLayout(0, 1, 1800, document_multiple=600))
     assert pack.cu_seqlens == (0, 600, 1200, 1800)
-
-
-def test_a_rank_without_samples_gets_dummies() -> None:
-    for samples in ([], [sample([1], [2] * 7)]):
-        [dummy] = pack_samples(samples, 8, layout=PackLayout(1, 2, length_multiple=4, document_multiple=2))
-        assert dummy.mask_T.tolist() == [0, 0, 0, 0]
-        assert dummy.cu_seqlens == (0, 4)
-        assert dummy.rows == ()
-    [dummy] = pack_samples([], 8, layout=PackLayout(1, 2, length_multiple=4, fixed_length=True))
-    assert dummy.cu_seqlens == (0, 4)
 
 
 def test_a_sample_without_positions_takes_no_room() -> None:
@@ -208,13 +184,6 @@ def group(rewards: list[float]) -> Group:
     return Group(prompt, tuple(Rollout(*columns, "stop", reward) for reward in rewards))
 
 
-def test_advantages_are_normalized_within_a_group() -> None:
-    groups = [group([1.0, 0.0]), group([0.0, 0.0, 3.0])]
-    samples = [one.loaded() for each in samples_of(in_memory(*groups), dr_grpo) for one in each]
-    assert [s.advantage for s in samples] == pytest.approx([0.5, -0.5, -1.0, -1.0, 2.0])
-    assert samples[0].token_ids.tolist() == [1, 2, 3]
-
-
 @given(st.integers(0, 20), st.integers(1, 6), st.integers(0, 5))
 def test_updates_share_the_groups(count: int, updates: int, seed: int) -> None:
     groups = [group([float(i), 0.0]) for i in range(count)]
@@ -261,16 +230,6 @@ def test_numbers_of_many_experts_are_int16() -> None:
     assert pack.route_TLK is not None
     assert (pack.route_TLK.dtype, pack.route_TLK.tolist()) == (torch.int16, [[[300, 511]], [[-1, -1]]])
     assert unknown_T(pack.route_TLK).tolist() == [False, True]
-
-
-def test_a_part_has_its_tokens_routes() -> None:
-    [pack] = pack_samples([with_routes(1, 2, None)], 4)
-    assert pack.route_TLK is pack.take(slice(0, 1)).route_TLK is None
-    [pack] = pack_samples([with_routes(3, 3, FIRST)], 8)
-    part = pack.take(torch.tensor([4, 0]))
-    assert part.route_TLK is not None
-    assert part.route_TLK.tolist() == [FIRST[2], [[X, X], [X, X]]]
-    assert part.to(torch.device("cpu")).route_TLK is part.route_TLK
 
 
 def test_a_rank_reads_its_own_samples_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

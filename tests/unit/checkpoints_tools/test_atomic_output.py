@@ -124,40 +124,6 @@ def test_a_term_signal_cleans_up(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_signal_during_locking_blocks_no_later_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Just after it was locked, and before anything else."""
-    flock = fcntl.flock
-
-    def told(descriptor: int, how: int) -> None:
-        flock(descriptor, how)
-        raise SystemExit(143)
-
-    output = tmp_path / "output"
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="^143$"):
-        patch.setattr(fcntl, "flock", told)
-        with atomic_output.atomic_output(output):
-            pass
-    with atomic_output.atomic_output(output):
-        pass
-    assert list(tmp_path.iterdir()) == [output]
-
-
-def test_a_signal_as_the_folder_is_made_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mkdir, output = Path.mkdir, tmp_path / "output"
-
-    def told(folder: Path, *arguments: object, **more: object) -> None:
-        mkdir(folder, *arguments, **more)  # type: ignore[arg-type]
-        if folder == temporary_folder(output):
-            raise SystemExit(143)
-
-    monkeypatch.setattr(Path, "mkdir", told)
-    with pytest.raises(SystemExit, match="^143$"), atomic_output.atomic_output(output):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_lock_that_its_owner_has_deleted_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,26 +140,6 @@ def test_a_lock_that_its_owner_has_deleted_does_not_count(
         atomic_output.atomic_output(tmp_path / "output"),
     ):
         pass
-
-
-def test_a_signal_between_the_renames_brings_the_old_output_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "output"
-    with atomic_output.atomic_output(output) as folder:
-        (folder / "config.json").write_text("old")
-    rename = os.rename
-
-    def told(path: Path, target: Path) -> None:
-        if path == temporary_folder(output):
-            raise SystemExit(143)
-        rename(path, target)
-
-    monkeypatch.setattr(os, "rename", told)
-    with pytest.raises(SystemExit, match="^143$"), atomic_output.atomic_output(output) as folder:
-        (folder / "config.json").write_text("new")
-    assert (output / "config.json").read_text() == "old"
-    assert list(tmp_path.iterdir()) == [output]
 
 
 def test_an_existing_output_is_kept_without_overwrite(convert: Convert, tmp_path: Path) -> None:

@@ -136,13 +136,9 @@ def built_in(reward: RewardConfig) -> BuiltIn:
 
 def _unusable(target: Any) -> str | None:
     """Return the kind of a callable that returns no number (class, async function, generator), or None."""
-    called = target
-    while isinstance(called, partial):
-        called = called.func
-    if inspect.isclass(called):
-        return None if hasattr(called, "__float__") else "a class, whose calls make objects"
-    if not inspect.isroutine(called):
-        called = type(called).__call__
+    if inspect.isclass(target):
+        return "a class, whose calls make objects"
+    called = target if inspect.isroutine(target) else type(target).__call__
     if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
         return "an async function"
     return "a generator function" if inspect.isgeneratorfunction(called) else None

@@ -23,7 +23,7 @@ from bapo_megatron.config import EnvironmentConfig, RunConfig, SourceConfig, loa
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import cli as checkpoints
-from tests.fixtures.old_runs import (
+from tests.fixtures.make_run import (
     HERE,
     LOGS,
     RECIPES,

@@ -15,16 +15,10 @@ from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.layers import Mapping
 from bapo_megatron.runtime.written_folders import MARK
+from tests.support.models import _LLAMA_ROPE
 
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _BITS = {"BF16": torch.int16, "F16": torch.int16, "F32": torch.int32}
-_LLAMA_ROPE = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24},

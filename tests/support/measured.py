@@ -26,7 +26,7 @@ from bapo_megatron.planning.job import Job, PlanOptions
 from bapo_megatron.planning.memory import stage_memory
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.types import MicroBatch, TokenStats
-from tests.support.models import _LLAMA_ROPE
+from tests.support.models import EXPERTS, save_tiny_model
 from tests.support.workers import run_layout
 
 TOKENS = 512  # of a pack
@@ -42,14 +42,6 @@ _SHAPE = {
     "max_position_embeddings": 1024,
 }
 
-_EXPERTS = {
-    "head_dim": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 96,
-    "norm_topk_prob": True,
-}
-
 
 @dataclass(frozen=True)
 class Case:
@@ -63,20 +55,9 @@ class Case:
 
 def save_model(family: str, folder: Path) -> Path:
     """A model large enough that a row's constants do not matter, with random weights."""
-    import transformers
-
-    config, model, extra = {
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
-        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, _EXPERTS),
-        "llama": (
-            transformers.LlamaConfig,
-            transformers.LlamaForCausalLM,
-            {"tie_word_embeddings": True, "rope_parameters": _LLAMA_ROPE},
-        ),
-    }[family]
-    model(config(**_SHAPE, **extra)).save_pretrained(folder)
-    return folder
+    heads = {} if family in ("qwen2", "llama") else {"head_dim": 32}
+    experts = {"moe_intermediate_size": 96} if family == EXPERTS else {}
+    return save_tiny_model(family, folder, **_SHAPE, **heads, **experts)
 
 
 def compare(case: Case, folder: Path) -> list[tuple[dict[str, float], dict[str, float]]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-import functools
 import os
 import re
 import subprocess
@@ -16,7 +14,6 @@ from typing import Any
 
 from bapo_megatron.types import Prompt
 
-NOT_CALLABLE = 3
 KEPT: list[bytearray] = []
 
 
@@ -97,13 +94,6 @@ class _Later:
 
 
 LATER = _Later()
-LATER_IN_PART = functools.partial(functools.partial(later))
-
-
-@functools.wraps(later)
-def waited(prompt: Any, response: str) -> float:
-    """A plain function, made of an async one."""
-    return asyncio.run(later(prompt, response))
 
 
 def in_steps(prompt: Any, response: str) -> Iterator[float]:
@@ -111,26 +101,11 @@ def in_steps(prompt: Any, response: str) -> Iterator[float]:
     yield 0.5
 
 
-class _InSteps:
-    def __call__(self, prompt: Any, response: str) -> Iterator[float]:
-        yield 0.5
-
-
-IN_STEPS = _InSteps()
-
-
 class Verdict:
     """An object that is not a number."""
 
     def __init__(self, prompt: Any, response: str) -> None:
         self.score = 0.5
-
-
-class Half(float):
-    """A number that is an object of a class."""
-
-    def __new__(cls, prompt: Any, response: str) -> Half:
-        return super().__new__(cls, 0.5)
 
 
 def quotes_the_response(_: Any, rest: str) -> float:

@@ -11,7 +11,6 @@ import pytest
 from bapo_megatron.data.samples import Sample
 from bapo_rehearsal.te_sources import VERSIONS, te_version
 from tests.distributed.test_layouts import Answer, answer
-from tests.e2e.conftest import whole  # noqa: F401  # for the whole run
 from tests.support.layouts import layout
 from tests.support.models import random_samples, save_tiny_model
 from tests.support.te_process import Choices, TransformerEngineProcess

@@ -151,12 +151,10 @@ async def test_a_failure_has_its_traceback_and_its_place() -> None:
         ("of_verl", "missing a required argument.*for verl's functions: docs/customize.md#files-of-verl"),
         ("later", "is an async function.*make it a plain function"),
         ("LATER", "is an async function"),
-        ("LATER_IN_PART", "is an async function"),
         ("in_steps", "is a generator function.*make it a plain function"),
-        ("IN_STEPS", "is a generator function"),
         ("Verdict", "is a class, whose calls make objects.*make it a plain function"),
         ("nothing", "tests.support.reward_functions has no function nothing"),
-        *((name, None) for name in ("score", "with_more", "OBJECT", "waited", "Half")),
+        *((name, None) for name in ("score", "with_more", "OBJECT")),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_before_the_start(name: str, message: str | None) -> None:

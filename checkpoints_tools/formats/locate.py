@@ -42,7 +42,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _CONFIG = "config.json"
 _ITERATION = re.compile(r"iter_(\d{1,18})")
 _MOST_TRACKER_BYTES = 1000
-_MOST_DIGITS = 18
 
 
 class Format(StrEnum):
@@ -176,13 +175,9 @@ def _folders(path: Path) -> Iterator[Path]:
 def _number(step: str) -> int | None:
     if step == LATEST:
         return None
-    if not _is_number(step):
+    if not step.isdecimal():
         raise ConfigError(f"--step {step[:40]}: give {LATEST} or a number")
     return int(step)
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
 
 
 def _iteration(folder: Path) -> int | None:
@@ -214,7 +209,7 @@ def _tracked(path: Path) -> str:
         raise CheckpointError(f"{tracker}: {error}; choose one with --step") from None
     if text == "release":
         return text
-    if not _is_number(text):
+    if not text.isdecimal():
         raise CheckpointError(
             f"{tracker} holds {text[:40]!r}, which is not an iteration; choose one with --step"
         )

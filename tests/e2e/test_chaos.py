@@ -1,5 +1,4 @@
-"""A few harms of tests/support/chaos.py; more by ``python -m tests.support.chaos --minutes 60``, and
-``--kills 200 --agents``."""
+"""A few harms of tests/support/chaos.py; more by ``python -m tests.support.chaos``, and ``--agents``."""
 
 from __future__ import annotations
 

@@ -129,19 +129,6 @@ def test_calls_that_do_a_part_are_continued(tmp_path: Path, monkeypatch: pytest.
     assert (collect(target) == values).all()
 
 
-def test_the_disk_is_busy_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every so many bytes the system is told to write them."""
-    monkeypatch.setattr(copying, "BUFFER_BYTES", 8)
-    monkeypatch.setattr(copying, "_WRITE_BEHIND_BYTES", 24)
-    values = np.ones((9, 4), np.uint16)
-    source = lay_out(tmp_path, "source", (9, 4), [(0, 9, 0, 4)], 0, values)
-    target = lay_out(tmp_path, "target", (9, 4), [(0, 9, 0, 4)], 0, None)
-    told: list[int] = []
-    monkeypatch.setattr(copying.os, "posix_fadvise", lambda *arguments: told.append(arguments[-1]))
-    copy_tensors({"w": source}, {"w": target}, threads=1)
-    assert told == [os.POSIX_FADV_DONTNEED] * 3
-
-
 @pytest.mark.parametrize("pieces", [[(0, 8, 0, 4)], [(0, 8, 0, 2), (0, 8, 2, 2)]])
 def test_a_source_that_ends_early_is_named(pieces: Rectangles, tmp_path: Path) -> None:
     values = np.ones((8, 4), np.uint16)

@@ -1,16 +1,16 @@
 """A run with two real SGLang servers, and everything that can happen to it, at random.
 
-    python -m tests.support.chaos --minutes 30 [--seed 0] [--sync broadcast]
-    python -m tests.support.chaos --kills 200 --colocated [--sync ipc] [--minutes 90]
-    python -m tests.support.chaos --kills 200 --agents
+    python -m tests.support.chaos [--kills 200] [--seed 0] [--sync broadcast]
+    python -m tests.support.chaos --colocated [--sync ipc]
+    python -m tests.support.chaos --agents
 
 Servers, the sampler and the trainer are killed with -9, servers and the sampler are stopped for a while with
 SIGSTOP. Then the run continues in peace for a few steps, and its journal is audited (tests/support/audit.py):
 every token that was sampled was trained on, dropped by rule, or is still in the journal; no group was trained
 twice; the losses equal those of a replay of the journal.
 
-``--colocated``: the servers give up their memory while the policy trains. Kills then come as soon as a server
-has answered a call that leads from one state to the next (``ARROWS``), or the trainer has made an update.
+Kills come as soon as a server has answered a call that leads from one state to the next, or the trainer has
+made an update. ``--colocated``: the servers give up their memory while the policy trains.
 
 ``--agents``: the demo's policy, asked by agent programs (unruly_agent.py), which are killed, too, as are the
 workers of environments; the audit hears what the programs say (agent_accounts.py).
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import random
 import signal
@@ -30,9 +29,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import psutil
@@ -65,7 +63,8 @@ HARMS = (
 
 KILLS = ("kill a server", "kill the sampler", "kill the sampler", "kill the trainer", "kill everything")
 COLOCATED = ("--rollout.sglang.colocated", "--parallel.offload")
-ARROWS = (
+ARROWS = ("abort_request", "continue_generation", "update", "checkpoint")
+COLOCATED_ARROWS = (
     *("abort_request", "pause_generation", "release_memory_occupation", "resume_memory_occupation"),
     *("update_weights_from_disk", "weights_checker", "continue_generation", "update", "checkpoint"),
 )
@@ -203,13 +202,6 @@ class Run:
             assert time.monotonic() < deadline, f"no step for {limit_s:.0f} s: {self.tail()}"
             time.sleep(0.2)
 
-    def breathe(self, pause_s: float, most_s: float) -> None:
-        """Some time, and then up to ``most_s`` until a step is made: harm is to hit a run that works."""
-        time.sleep(pause_s)
-        goal, deadline = self.steps + 1, time.monotonic() + most_s
-        while self.steps < goal and time.monotonic() < deadline:
-            time.sleep(0.2)
-
     def stop(self) -> None:
         """Ctrl-C; again, as a person would, if it is lost: Python drops one that comes within a fork."""
         for patience_s in (60, 60, 120):
@@ -231,33 +223,24 @@ def _from(log: Path, place: int) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--minutes", type=float, help="30, or with --kills no limit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sync", choices=("disk", "broadcast", "ipc"), default="disk")
     parser.add_argument("--colocated", action="store_true")
-    parser.add_argument("--kills", type=int, default=sys.maxsize)
+    parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--agents", action="store_true")
     parser.add_argument("--folder", type=Path, help="of the run, which is kept; else a temporary one")
     given = parser.parse_args()
-    minutes = given.minutes or (30 if given.kills == sys.maxsize else math.inf)
-    flags, arrows, target = [f"--rollout.sglang.sync={given.sync}"], (), Target()
+    flags, arrows, target = [f"--rollout.sglang.sync={given.sync}"], ARROWS, Target()
     with tempfile.TemporaryDirectory() as name:
         chance, kinds = random.Random(given.seed), HARMS
         folder = (given.folder or Path(name)).absolute()
         if given.agents:
             kinds, target, arrows = AGENT_KILLS, with_agents(folder), (*AGENT_ARROWS, *WRITTEN)
         elif given.colocated:
-            kinds, arrows = KILLS, IPC_ARROWS if given.sync == "ipc" else ARROWS
+            kinds, arrows = KILLS, IPC_ARROWS if given.sync == "ipc" else COLOCATED_ARROWS
             flags += COLOCATED
-        harms = islice(harms_for(minutes, chance, kinds), given.kills)
+        harms = (chance.choice(kinds) for _ in range(given.kills))
         harm_and_check(folder, harms, chance, flags, arrows, target)
-
-
-def harms_for(minutes: float, chance: random.Random, kinds: Sequence[str]) -> Iterator[str]:
-    """Any of ``kinds``, until the time is over."""
-    end = time.monotonic() + 60 * minutes
-    while time.monotonic() < end:
-        yield chance.choice(kinds)
 
 
 def harm_and_check(
@@ -265,7 +248,7 @@ def harm_and_check(
     harms: Iterable[str],
     chance: random.Random,
     flags: Iterable[str],
-    arrows: Sequence[str] = (),
+    arrows: Sequence[str] = ARROWS,
     target: Target = Target(),
 ) -> Counter[str]:
     """Do these harms to a run, then hold it to its books. What was done, and the tokens.
@@ -279,16 +262,13 @@ def harm_and_check(
         try:
             run.wait_for_steps(1, PATIENCE_S)
             for kind in harms:
-                when = chance.choice(arrows) if arrows else "some time"
-                if arrows and run.wait_for_arrow(when):
+                when = chance.choice(arrows)
+                if run.wait_for_arrow(when):
                     done["at " + when] += 1
                     time.sleep(chance.choice((0.0, 0.0, chance.uniform(0.0, 0.5))))
                 done[kind] += run.harm(kind, chance)
                 print(f"{kind} after {when}, at {run.steps} steps", flush=True)
-                if arrows:
-                    run.wait_for_steps(1, PATIENCE_S)
-                else:
-                    run.breathe(chance.uniform(1, 15), 90 if "server" not in kind else 0)
+                run.wait_for_steps(1, PATIENCE_S)
             run.wait_for_steps(3, PATIENCE_S)
         finally:
             run.stop()

@@ -178,28 +178,6 @@ def test_heavy_packages_stay_where_they_belong() -> None:
             assert not {one for one in imports(path) if one.startswith("torch.distributed")}, name
 
 
-READ_IN_ITS_OWN_WAY = {
-    "bapo_megatron.runtime.device": "the one reading; an empty CUDA_VISIBLE_DEVICES hides the GPUs",
-    "bapo_rehearsal.transformer_engine.installation": "puts back what was there",
-    "bapo_megatron.rollout.weight_sync.broadcast": "puts back what was there",
-    "bapo_megatron.rollout.engines.sglang_launch.access": "imports nothing of the package; empty is unset",
-    "bapo_megatron.rollout.engines.sglang_cpu.stand_ins": "imports nothing of the package",
-}
-
-
-def test_environment_variables_are_read_in_one_way() -> None:
-    """``environment_variable`` takes an empty one as unset: scripts and cluster files leave such."""
-    for name, path in modules().items():
-        for node in ast.walk(tree_of(path)) if "environ" in path.read_text() else ():
-            is_call = isinstance(node, ast.Attribute) and node.attr in ("get", "setdefault")
-            owner = ast.unparse(node.value) if is_call else ""
-            is_test = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn)
-            tested = ast.unparse(node.comparators[0]) if is_test else ""
-            reads = "os.environ" in (owner, tested)
-            assert not reads or name in READ_IN_ITS_OWN_WAY, (path, node.lineno)
-        assert not re.search(r"\bos\.getenv\b", path.read_text()), path
-
-
 def test_the_tools_for_checkpoints_stand_alone() -> None:
     """They run where there is little memory and no GPU: no torch, and of the trainer its table of names."""
     for path in TOOLS.rglob("*.py"):

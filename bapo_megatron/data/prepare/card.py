@@ -27,13 +27,6 @@ EXAMPLES = 3
 
 _SHOWN_CHARACTERS = 300
 _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
-_NEEDS = {
-    "max_prompt_tokens": "tokenizer",
-    **dict.fromkeys(("ngram_words", "ngram_share"), "against"),
-    **dict.fromkeys(("min_difficulty", "max_difficulty"), "difficulty"),
-    **dict.fromkeys(("seed", "task_settings"), "size"),
-}
-"""Options that matter only if another one is given."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,6 @@ class Card:
             shown.append(short)
 
     def as_json(self) -> dict[str, Any]:
-        options = vars(self.options)
         return {
             "format": FORMAT,
             "code_version": __version__,
@@ -102,8 +94,8 @@ class Card:
             "against": self.against,
             "options": {
                 name: json.loads(json.dumps(value, default=str))
-                for name, value in options.items()
-                if name not in _NOT_ABOUT_THE_DATA and (name not in _NEEDS or options[_NEEDS[name]])
+                for name, value in vars(self.options).items()
+                if name not in _NOT_ABOUT_THE_DATA
             },
             "dropped": dict(self.dropped),
             "invalid_rows": [{"source": row.source, "row": row.row, "why": row.why} for row in self.invalid],

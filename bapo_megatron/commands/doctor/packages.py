@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ TRAINING = _PACKAGE / "constraints.txt"
 SGLANG = _PACKAGE / "rollout/engines/sglang_cpu/requirements.txt"
 SGLANG_CUDA = _PACKAGE.parent / "cluster/sglang.txt"
 """In the checkout; `make cluster` installs from it."""
-IMPORT_DEADLINE_S = 120.0
+IMPORT_DEADLINE_S = 300.0
 """Seconds for all imports together, even on a busy machine with a slow disk."""
 _LEAST_S = 5.0
 """Minimum seconds for the remaining imports after one has used up the time."""
@@ -70,7 +70,7 @@ class Package:
 
 
 BOARDS = "logging.trackers"
-"""Config field that makes a board's package required."""
+"""Use of a board's package; a recipe that names one which is missing has a problem of its own."""
 _OF_THEIR_NAMES = (
     *("transformers", "tokenizers", "safetensors", "datasets", "pyarrow", "math-verify", "aiohttp", "uvloop"),
     *("numpy", "packaging", "psutil", "einops", "orjson", "pybase64", "jinja2", "matplotlib", "rich"),
@@ -91,9 +91,8 @@ PACKAGES = (
 )
 
 
-def package_rows(packages: Sequence[Package] = PACKAGES, trackers: Sequence[str] = ()) -> Iterator[DoctorRow]:
-    """Yield the rows of Python, packages, torch's GPUs and compiler. ``trackers``: the recipe's boards, whose
-    missing packages are problems."""
+def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[DoctorRow]:
+    """Yield the rows of Python, packages, torch's GPUs and compiler."""
     yield DoctorRow(SECTION, "Python", "ok", sys.version.split()[0])
     ranges, tested = permitted(), pins(TRAINING)
     versions = {package.name: installed_version(package.name) for package in packages}
@@ -106,9 +105,6 @@ def package_rows(packages: Sequence[Package] = PACKAGES, trackers: Sequence[str]
         result = imports.get(package.module or "", Import())
         name = package.name
         row = package_row(package, versions[name], result, ranges.get(name), tested.get(name))
-        is_chosen = package.purpose == BOARDS and name.removesuffix("-skinny") in trackers
-        if is_chosen and row.state == "optional":
-            row = replace(row, state="problem")
         yield row
         if package.name == "torch" and row.state == "ok":
             yield gpu_row(result.facts)

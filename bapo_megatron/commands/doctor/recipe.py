@@ -49,7 +49,7 @@ _OTHER_FIX = "change the recipe, or lay a flag over it: the message says which a
 @dataclass(frozen=True)
 class RecipeFacts:
     """Facts about a recipe for the doctor's other sections: run directory, servers and their settings, model,
-    disk need, sandbox, trackers. The child process sends them as JSON; the defaults stand for no recipe."""
+    disk need. The child process sends them as JSON; the defaults stand for no recipe."""
 
     directory: str = "runs"
     starts_servers: bool = False
@@ -60,7 +60,6 @@ class RecipeFacts:
     sync: str = "disk"
     longest_sequence: int = 0
     dtype: str = ""
-    runs_programs: bool = False
     model: dict[str, Any] | None = None
     """The model's `config.json`; None if unreadable."""
     disk_gb: float | None = None
@@ -72,11 +71,6 @@ class RecipeFacts:
     """Whether the servers share the trainer's GPUs."""
     needs_routes: bool = False
     """Whether the run asks servers for each token's experts (``rollout.route_replay``)."""
-    allow_weak_sandbox: bool = False
-    forgeable_rows: int = 0
-    """Dataset rows whose tests a program can pass by forging."""
-    trackers: list[str] = field(default_factory=list)
-    """Tracking boards of the recipe."""
 
 
 def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], RecipeFacts | None]:
@@ -142,6 +136,7 @@ def main(arguments: Sequence[str]) -> None:
         problems += problems_of(config, passed)
         facts = facts_of(config)
         trials += _turn_end(config)
+        trials += [row for row in placement_rows(config) if row.found not in problems]
         tell("reward")
         # The checks have already reported the sandbox's problem.
         rewards = (try_reward(config, prompt) for prompt in first_prompts(passed).values())
@@ -175,6 +170,21 @@ def _turn_end(config: RunConfig) -> list[DoctorRow]:
         f"eos_token_id of {folder / 'generation_config.json'}"
     )
     return [DoctorRow(SECTION, "stop tokens", "optional", found, "the template's own end", fix)]
+
+
+def placement_rows(config: RunConfig) -> list[DoctorRow]:
+    """Return a row if servers that the run starts find no GPUs beside its training on this machine, which a
+    job on Slurm gives them, else []."""
+    from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
+    from bapo_megatron.trainer.preflight import gpus_and_ranks
+
+    rollout, (gpus, ranks) = config.rollout, gpus_and_ranks(config)
+    starts = rollout.engine == "sglang" and rollout.replay is None and not rollout.sglang.colocated
+    problem = placement_problem(rollout, gpus, ranks) if starts and gpus else None
+    if problem is None:
+        return []
+    fix = "bapo submit with rollout_nodes in the cluster file; on this machine alone as it says"
+    return [DoctorRow(SECTION, "GPU placement", "optional", problem, "nodes of their own for servers", fix)]
 
 
 def try_reward(config: RunConfig, prompt: Prompt) -> DoctorRow:
@@ -253,8 +263,6 @@ def _messages(text: str) -> list[str]:
 
 def facts_of(config: RunConfig) -> RecipeFacts:
     """Return the facts of a configuration, whose fields may be invalid."""
-    from bapo_megatron.reward.functions import needs_sandbox
-
     rollout, sglang = config.rollout, config.rollout.sglang
     samples = rollout.engine == "sglang" and rollout.replay is None
     return RecipeFacts(
@@ -268,14 +276,10 @@ def facts_of(config: RunConfig) -> RecipeFacts:
         needs_routes=rollout.route_replay != "off",
         longest_sequence=config.longest_request,
         dtype=config.model.dtype,
-        runs_programs=needs_sandbox(config.reward, config.reward_functions),
         model=read_model_config(config.model.hf_path),
         disk_gb=_disk_gb(config),
         api_key_file=None if sglang.api_key_file is None else str(sglang.api_key_file),
         require_api_key=sglang.require_api_key,
-        allow_weak_sandbox=config.reward.allow_weak_sandbox,
-        forgeable_rows=_forgeable_rows(config),
-        trackers=list(config.logging.chosen),
     )
 
 
@@ -293,21 +297,6 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
         return {**(config.get("text_config") or {}), **config}
     except (OSError, ValueError):
         return None
-
-
-def _forgeable_rows(config: RunConfig) -> int:
-    from bapo_megatron.data.rows import RowError, ground_truth_of, read_rows
-    from bapo_megatron.reward.code_tests import forgeable_tests
-    from bapo_megatron.reward.functions import runs_code
-
-    files = [
-        source.file for source in config.data.files if runs_code(source.reward or config.reward.function)
-    ]
-    try:
-        rows = (row for file in files for row in read_rows(file))
-        return sum(forgeable_tests(ground_truth_of(row)) > 0 for row in rows)
-    except (ConfigError, RowError):  # it is among the problems
-        return 0
 
 
 def _disk_gb(config: RunConfig) -> float | None:

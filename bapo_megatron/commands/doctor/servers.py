@@ -19,17 +19,14 @@ from bapo_megatron.commands.doctor.rows import DoctorRow, State, one_line
 from bapo_megatron.rollout.engines.sglang.requirements import (
     CHOOSING_KERNELS,
     FP32_HEAD,
-    IN_PLACE,
     NO_PREFILL_GRAPH,
-    OUTLIVING,
     RESERVED_TOKENS,
     ROUTED_KERNEL,
     ROUTES,
-    SPECULATIVE,
-    drafting,
     flag,
     install_command,
     prefill_graph,
+    setting_problems,
 )
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE, read_key_file
 from bapo_megatron.runtime.child_process import within
@@ -47,10 +44,6 @@ _SAME_SHAPE = (
 """Fields of `config.json` that are equal in two versions of one model."""
 _INPUT_RESERVE = 6
 """SGLang's `max_req_input_len` is its context length minus this many tokens."""
-
-_KEY_NEEDED = "a server that asks for the run's API key"
-_KEY_SERVE = "start it with bapo rollout-server RECIPE --host HOST --port PORT"
-_KEY_FILE = f"name its file with rollout.sglang.api_key_file or {VARIABLE}"
 
 
 def server_rows(facts: RecipeFacts) -> Iterator[DoctorRow]:
@@ -75,16 +68,11 @@ def rows_of(url: str, facts: RecipeFacts) -> list[DoctorRow]:
     rows = [_ready_row(url, ready)]
     headers, key_row = key_check(url, facts)
     rows.append(key_row)
-    if headers is None:
-        return rows
-    model = get(f"{url}/model_info", headers=headers)
-    server = get(f"{url}/server_info", headers=headers)
-    rows += [
-        weight_version_row(url, _text(model.fields.get("weight_version"))),
-        model_row(url, model.fields, facts),
-        *_context_rows(url, server.fields, facts),
-        *_setting_rows(url, server.fields, facts),
-    ]
+    if headers is not None:
+        model = get(f"{url}/model_info", headers=headers).fields
+        server = get(f"{url}/server_info", headers=headers).fields
+        rows += [weight_version_row(url, model.get("weight_version")), model_row(url, model, facts)]
+        rows += [*_context_rows(url, server, facts), *_setting_rows(url, server, facts)]
     return rows
 
 
@@ -98,36 +86,37 @@ def get(url: str, deadline_s: float = DEADLINE_S, *, headers: Mapping[str, str] 
 
 def key_check(url: str, facts: RecipeFacts) -> tuple[dict[str, str] | None, DoctorRow]:
     """Return the headers that the server at ``url`` accepts, None if it needs an unknown key, and its row."""
+
+    def row(state: State, found: str, fix: str = "") -> DoctorRow:
+        return DoctorRow(SECTION, url, state, found, "a server that asks for the run's API key", fix)
+
     named = facts.api_key_file or environment_variable(VARIABLE)
     path = Path(named) if named else RunPaths(Path(facts.directory)).api_key
+    name_file = f"name its file with rollout.sglang.api_key_file or {VARIABLE}"
     try:
         key = read_key_file(path) if named or os.path.lexists(path) else None
     except ValueError as error:
-        return None, _key_row(url, "problem", str(error), "correct the file, " + _KEY_FILE)
+        return None, row("problem", str(error), f"correct the file, {name_file}")
     if get(f"{url}/model_info").status != 401:
         must = facts.require_api_key or not is_loopback(url)
         found = "asks for no API key: who reaches it can sample and replace its weights"
-        return {}, _key_row(url, "problem" if must else "optional", found, _KEY_SERVE)
+        fix = "start it with bapo rollout-server RECIPE --host HOST --port PORT"
+        return {}, row("problem" if must else "optional", found, fix)
     if key is None:
-        return None, _key_row(url, "problem", "asks for an API key, and none is known here", _KEY_FILE)
+        return None, row("problem", "asks for an API key, and none is known here", name_file)
     headers = {"Authorization": f"Bearer {key.value}"}
     if get(f"{url}/model_info", headers=headers).status == 401:
         found = f"asks for another API key than that in {key.path}"
-        return None, _key_row(url, "problem", found, f"start it with that file, or {_KEY_FILE}")
-    return headers, _key_row(url, "ok", f"asks for the API key in {key.path}", "")
+        return None, row("problem", found, f"start it with that file, or {name_file}")
+    return headers, row("ok", f"asks for the API key in {key.path}")
 
 
-def _key_row(url: str, state: State, found: str, fix: str) -> DoctorRow:
-    return DoctorRow(SECTION, url, state, found, _KEY_NEEDED, fix)
-
-
-def weight_version_row(url: str, version: str | None) -> DoctorRow:
+def weight_version_row(url: str, version: object) -> DoctorRow:
     """Return the row of a server's weight version, a number that the weight sync increments."""
-    if version is not None and version.isdecimal():
+    if str(version).isdecimal():
         return DoctorRow(SECTION, url, "ok", f"weight version {version}")
-    found = f"weight version {version!r}" if version is not None else "no weight version"
     fix = "start it with --weight-version 0, as bapo rollout-server does"
-    return DoctorRow(SECTION, url, "problem", found, "a number", fix)
+    return DoctorRow(SECTION, url, "problem", f"weight version {version!r}", "a number", fix)
 
 
 def model_row(url: str, model: dict[str, Any], facts: RecipeFacts) -> DoctorRow:
@@ -189,49 +178,32 @@ def _context_rows(url: str, server: dict[str, Any], facts: RecipeFacts) -> Itera
 
 def _setting_rows(url: str, server: dict[str, Any], facts: RecipeFacts) -> Iterator[DoctorRow]:
     """Yield rows of the SGLang version and of settings that break log-probs, weight sync or routes."""
-    version, tested = _text(server.get("version")), pins(SGLANG).get("sglang")
-    if version is not None:
+    if (version := server.get("version")) is not None:
+        tested = pins(SGLANG).get("sglang")
         fix = f"{install_command()} installs the tested version; the wire format may differ in others"
         state: State = "ok" if version == tested else "optional"
         yield DoctorRow(SECTION, url, state, f"SGLang {version}", f"tested: {tested}", fix)
-    dtype = server.get("dtype")
-    if dtype not in (None, "auto", facts.dtype):
+    if (dtype := server.get("dtype")) not in (None, "auto", facts.dtype):
         fix = f"start it with --dtype {facts.dtype}: log-probs drift from the policy's otherwise"
         yield DoctorRow(SECTION, url, "optional", f"dtype {dtype}", f"model.dtype={facts.dtype}", fix)
     if facts.dtype == "bfloat16" and server.get(FP32_HEAD) is False:
         needed = "logits in float32, as the trainer's: log-probs differ by 0.02 nats otherwise"
-        fix = f"start it with {flag(FP32_HEAD)}"
-        yield DoctorRow(SECTION, url, "optional", f"no {flag(FP32_HEAD)}", needed, fix)
+        yield DoctorRow(
+            SECTION, url, "optional", f"no {flag(FP32_HEAD)}", needed, f"start it with {flag(FP32_HEAD)}"
+        )
     if prefill_graph(server) == "breakable":
         needed = "no graphs of the prefill: SGLang's default may sample wrong tokens"
         fix = f"start it with {' '.join(NO_PREFILL_GRAPH)}"
         yield DoctorRow(SECTION, url, "optional", "breakable prefill graphs", needed, fix)
-    for field in OUTLIVING:
-        if server.get(field):
-            needed = "no cache that outlives new weights: it would serve keys and values of earlier ones"
-            fix = f"start it without {flag(field)}"
-            yield DoctorRow(SECTION, url, "problem", f"has {flag(field)}", needed, fix)
-    if facts.sync != "disk" and (draft := drafting(server)):
-        needed = f"no draft model: rollout.sglang.sync={facts.sync} gives it no new weights"
-        fix = "set rollout.sglang.sync=disk, or start it without"
-        yield DoctorRow(SECTION, url, "problem", f"has {SPECULATIVE} {draft}", needed, fix)
-    if facts.needs_routes:
-        yield from _route_rows(url, server)
-    if facts.on_update == "in_place":
-        for field in IN_PLACE:
-            if server.get(field) is False:
-                needed = "no keys, values and tokens of old weights with rollout.sglang.on_update=in_place"
-                lacks = f"no {flag(field)}"
-                yield DoctorRow(SECTION, url, "problem", lacks, needed, f"start it with {flag(field)}")
-
-
-def _route_rows(url: str, server: dict[str, Any]) -> Iterator[DoctorRow]:
-    """Yield rows if the server cannot return the routes for ``rollout.route_replay``."""
+    for problem in setting_problems(server, facts.sync, facts.on_update):
+        needed = "settings that let new weights reach every token"
+        yield DoctorRow(SECTION, url, "problem", "would be refused by the run", needed, problem)
     needed = "the routes that rollout.route_replay asks for"
-    if server.get(ROUTES) is False:
-        fix = f"start it with {flag(ROUTES)}"
-        yield DoctorRow(SECTION, url, "problem", f"no {flag(ROUTES)}", needed, fix)
-    if (kernel := server.get("moe_runner_backend")) in CHOOSING_KERNELS:
+    if facts.needs_routes and server.get(ROUTES) is False:
+        yield DoctorRow(
+            SECTION, url, "problem", f"no {flag(ROUTES)}", needed, f"start it with {flag(ROUTES)}"
+        )
+    if facts.needs_routes and (kernel := server.get("moe_runner_backend")) in CHOOSING_KERNELS:
         found, fix = f"a kernel that chooses experts itself, {kernel}", " ".join(ROUTED_KERNEL)
         yield DoctorRow(SECTION, url, "problem", found, needed, f"start it with {fix}")
 
@@ -239,7 +211,3 @@ def _route_rows(url: str, server: dict[str, Any]) -> Iterator[DoctorRow]:
 def _difference(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> str:
     left, right = theirs.get(name), ours.get(name)
     return f"{name} {left}, the recipe's {right}" if None not in (left, right) and left != right else ""
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)

@@ -191,7 +191,12 @@ def test_a_job_that_waits_for_its_first_start_has_a_status_and_can_be_cancelled(
     ],
 )
 def test_a_submitted_job_is_the_runs_once_the_one_before_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job_status: str, before: tuple[str, str] | None, job: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    job_status: str,
+    before: tuple[str, str] | None,
+    job: str,
 ) -> None:
     queue(monkeypatch, before)
     (tmp_path / "logs").mkdir()
@@ -203,6 +208,7 @@ def test_a_submitted_job_is_the_runs_once_the_one_before_is_over(
         assert found is not None
         assert found.job == wanted
     assert found.status == "done"
+    assert capsys.readouterr().err.count(f"{tmp_path}/slurm.state names no job of this run") == 1
 
 
 def test_a_users_defaults_of_squeue_do_not_hide_a_job(

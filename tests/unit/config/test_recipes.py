@@ -17,6 +17,7 @@ import pytest
 from bapo_megatron.algo.bapo import clip_higher, fixed, grpo, paper
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.cli import run as bapo
+from bapo_megatron.commands.doctor.recipe import placement_rows
 from bapo_megatron.config import AlgorithmConfig, RewardConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import flat
@@ -143,8 +144,9 @@ def test_a_recipe_fits_its_gpus_and_a_run_accepts_its_servers(
             preflight._check_engine(started)
         named = replace(sglang, urls=("http://node9:30000",))
         preflight._check_engine(replace(run, rollout=replace(run.rollout, sglang=named)))
-        if found["gpus"] > 8 and run.parallel.model_size > 8:  # to the doctor it is a job's
-            preflight._check_engine(started, of_job=True)
+    preflight._check_engine(started, of_job=True)
+    rows = [row.state for row in placement_rows(started)]  # to the doctor it is a job's, and it says so
+    assert rows == ([] if alone else ["optional"])
 
 
 @pytest.mark.parametrize("name", COLOCATED)

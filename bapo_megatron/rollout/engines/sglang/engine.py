@@ -25,7 +25,7 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
     ServerError,
     SglangServer,
 )
-from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, OUTLIVING, SPECULATIVE, drafting, flag
+from bapo_megatron.rollout.engines.sglang.requirements import setting_problems
 from bapo_megatron.rollout.engines.sglang.wire import without_old_routes
 from bapo_megatron.types import (
     BroadcastGroup,
@@ -224,22 +224,8 @@ class SglangEngine:
     async def _check_settings(self) -> None:
         """Raise ServerError, with the flag to change, if the server's settings make a load unsafe."""
         settings = await self.server.settings()
-        if self._sync != "disk" and (draft := drafting(settings)):
-            raise ServerError(
-                f"{self.name}: its draft model ({SPECULATIVE} {draft}) gets new weights from disk alone: set "
-                f"rollout.sglang.sync=disk, or start it without {SPECULATIVE}"
-            )
-        for field in OUTLIVING:
-            if settings.get(field):
-                why = "it keeps keys and values of earlier weights"
-                raise ServerError(f"{self.name}: start it without {flag(field)}: {why}")
-        if self._on_update != "in_place":
-            return
-        for field in IN_PLACE:
-            if settings.get(field) is False:
-                raise ServerError(
-                    f"{self.name}: start it with {flag(field)} for rollout.sglang.on_update=in_place"
-                )
+        for problem in setting_problems(settings, self._sync, self._on_update):
+            raise ServerError(f"{self.name}: {problem}")
 
     async def _send(
         self, request: GenerateRequest, pending: InflightRequest, again: bool = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,6 +83,21 @@ def drafting(settings: Mapping[str, Any]) -> str | None:
 def flag(setting: str) -> str:
     """Return a setting's command-line flag."""
     return "--" + setting.replace("_", "-")
+
+
+def setting_problems(settings: Mapping[str, Any], sync: str, on_update: str) -> Iterator[str]:
+    """Yield why new weights would not reach every token of a server with these settings, and the fix."""
+    if sync != "disk" and (draft := drafting(settings)):
+        yield (
+            f"its draft model ({SPECULATIVE} {draft}) gets new weights from disk alone: set "
+            f"rollout.sglang.sync=disk, or start it without {SPECULATIVE}"
+        )
+    for field in OUTLIVING:
+        if settings.get(field):
+            yield f"start it without {flag(field)}: it keeps keys and values of earlier weights"
+    for field in IN_PLACE if on_update == "in_place" else ():
+        if settings.get(field) is False:
+            yield f"start it with {flag(field)} for rollout.sglang.on_update=in_place"
 
 
 SHARED_FRACTION = 0.5

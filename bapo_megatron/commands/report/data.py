@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from math import nan
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -24,37 +25,22 @@ from bapo_megatron.runtime.jsonl_log import Row, parse_line, read_events, whole_
 from bapo_megatron.runtime.run_paths import RunPaths
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Rows of a log with the same metric names in the same order: their numbers, and values end to end."""
-
-    places: dict[str, int]
-    """Index of each name within a row."""
-    numbers: array[int] = field(default_factory=lambda: array("q"))
-    """Table indices of these rows, from 0."""
-    values: array[float] = field(default_factory=lambda: array("d"))
-    """Values row by row; NaN for null."""
-
-    def column(self, name: str) -> np.ndarray:
-        return np.frombuffer(self.values).reshape(-1, len(self.places))[:, self.places[name]]
-
-
 class MetricTable:
     """Metrics of a log as columns: ``column(name)`` returns one value per row, NaN where a row has null or
-    lacks the name. Rows with the same names are stored together, so a rare name takes no full column until
-    requested. An empty table is falsy."""
+    lacks the name. An empty table is falsy."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self._kinds: dict[tuple[str, ...], _Rows] = {}
+        self._columns: dict[str, array[float]] = {}
         self._length = 0
         self.last: Row = {}
         """Last row as logged; empty without rows."""
         for row in rows:
-            names = tuple(row)
-            if (kind := self._kinds.get(names)) is None:
-                kind = self._kinds[names] = _Rows({name: place for place, name in enumerate(names)})
-            kind.numbers.append(self._length)
-            kind.values.frombytes(np.array(list(row.values()), dtype=float).tobytes())  # None becomes NaN
+            for name, value in row.items():
+                if (column := self._columns.get(name)) is None:
+                    column = self._columns[name] = array("d")
+                if (absent := self._length - len(column)) > 0:
+                    column.extend([nan] * absent)
+                column.append(nan if value is None else value)
             self._length += 1
             self.last = row
 
@@ -64,16 +50,16 @@ class MetricTable:
     @property
     def names(self) -> list[str]:
         """Names in all rows, by first appearance."""
-        return list(dict.fromkeys(name for names in self._kinds for name in names))
+        return list(self._columns)
 
     def column(self, name: str) -> np.ndarray:
         """Return a metric's values, one per row, NaN where missing. Earlier versions logged ``sampled/NAME``
         as NAME, since all their metrics covered all samples."""
         values = np.full(self._length, np.nan)
-        for kind in self._kinds.values():
-            here = name if name in kind.places else name.removeprefix("sampled/")
-            if here in kind.places:
-                values[np.frombuffer(kind.numbers, np.int64)] = kind.column(here)
+        known = self._columns.get(name, ())
+        values[: len(known)] = known
+        if name.startswith("sampled/"):
+            values = np.where(np.isnan(values), self.column(name.removeprefix("sampled/")), values)
         return values
 
     def known(self, name: str) -> np.ndarray:
@@ -82,16 +68,12 @@ class MetricTable:
         return known
 
     def rows(self) -> list[Row]:
-        """Return all rows as dicts, with None for null; for short logs."""
-        rows: list[Row] = [{} for _ in range(self._length)]
-        for kind in self._kinds.values():
-            values = np.frombuffer(kind.values).reshape(-1, len(kind.places)).tolist()
-            for number, row in zip(kind.numbers, values, strict=True):
-                rows[number] = {
-                    name: None if value != value else value
-                    for name, value in zip(kind.places, row, strict=True)
-                }
-        return rows
+        """Return all rows as dicts, without missing values; for short logs."""
+        columns = {name: self.column(name).tolist() for name in self._columns}
+        return [
+            {name: values[number] for name, values in columns.items() if values[number] == values[number]}
+            for number in range(self._length)
+        ]
 
 
 class Headline(TypedDict):

@@ -1,15 +1,13 @@
-"""Header of a report: a run's method, staleness, held-out score and main settings, and an interpretation.
+"""Header of a report: a run's method, staleness and held-out score, and its note.
 
-``facts`` and ``main_settings`` return (name, text) pairs, ``readings`` and ``comparison_readings`` sentences,
-from the stored configuration and metrics. Where these lack a value, most ``facts`` are "not recorded", and
-``main_settings`` and the readings leave out its row or sentence.
+``facts`` returns (name, text) pairs, ``readings`` and ``comparison_readings`` sentences, from the stored
+configuration and metrics. Where these lack a value, most ``facts`` are "not recorded".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -155,7 +153,7 @@ def _baseline(run: RunRecord) -> str:
 
 
 def _evaluated(run: RunRecord) -> list[Row]:
-    return [row for row in run.evaluations.rows() if row.get("eval/mean") is not None]
+    return [row for row in run.evaluations.rows() if "eval/mean" in row]
 
 
 def _score(row: Row) -> str:
@@ -168,80 +166,21 @@ def _interval(row: Row) -> str:
         [value for name, value in row.items() if "/avg@" in name and name.endswith(end)]
         for end in ("_low", "_high")
     ]
-    if any(len(values) != 1 or values[0] is None for values in ends):
+    if any(len(values) != 1 for values in ends):
         return ""
     return f" (95% interval {percent(ends[0][0])} to {percent(ends[1][0])})"
-
-
-# --- the configuration in short -------------------------------------------------------------------
-
-
-def main_settings(config: dict[str, Any]) -> list[Fact]:
-    """Return a run's main settings from a resolved configuration by dotted names, without those it lacks."""
-    get = config.get
-    rows = [
-        ("model", _joined(get("model.hf_path"), get("model.dtype"))),
-        ("data", _data(config)),
-        ("batch", _filled(_BATCH, [get(f"rollout.{name}") for name in _OF_BATCH])),
-        ("optimizer", _filled(_OPTIMIZER, [get(f"optimizer.{name}") for name in _OF_OPTIMIZER])),
-        ("evaluation", _evaluation(config)),
-        ("engine", _joined(get("rollout.engine"))),
-        ("seed", _joined(get("seed"))),
-    ]
-    return [(name, said) for name, said in rows if said]
-
-
-_BATCH = "{} prompts of {} responses, at most {} tokens, temperature {}"
-_OF_BATCH = ("prompts_per_step", "group_size", "max_response_tokens", "temperature")
-_OPTIMIZER = "AdamW, learning rate {}, {}, warm-up of {} updates, weight decay {}"
-_OF_OPTIMIZER = ("lr", "decay", "warmup_updates", "weight_decay")
-
-
-def _joined(*values: Any) -> str:
-    return ", ".join(str(value) for value in values if value is not None)
-
-
-def _filled(form: str, values: Sequence[Any]) -> str:
-    if any(value is None for value in values):
-        return ""
-    return form.format(*(f"{value:g}" if isinstance(value, float) else value for value in values))
-
-
-def _data(config: dict[str, Any]) -> str:
-    reward = config.get("reward.function")
-    sources = [
-        _joined(
-            source["path"],
-            f"weight {source['weight']:g}",
-            source["reward"] or reward,
-            (source.get("environment") or {}).get("function"),
-        )
-        for source in config.get("data.sources") or ()
-    ]
-    return "; ".join(sources) or _joined(config.get("data.path"))
-
-
-def _evaluation(config: dict[str, Any]) -> str:
-    every, suites = config.get("evaluation.every"), config.get("evaluation.suites")
-    if not every or not suites:
-        return ""
-    samples = config.get("evaluation.samples", 1)
-    return f"at every step that {every} divides, avg@{samples}: {', '.join(map(str, suites))}"
 
 
 _NO_BASELINE = (
     "It does not show that this method is better than another: that takes runs of both, with several seeds. "
     "The command bapo report RUN OTHER_RUN compares two."
 )
-_SELDOM = 0.05
-"""Below this share of updates with a moved bound, the bounds count as fixed."""
 
 
 def readings(run: RunRecord) -> list[str]:
-    """Return the interpretation of one run in sentences: the recipe's own note, if any, then its reward, its
-    bounds search, and what one run cannot show."""
+    """Return the recipe's own note, if any, and what one run cannot show."""
     note = run.config.get("logging.note")
-    return [*([str(note)] if note else []), *_of_reward(run), *_of_search(run), _NO_BASELINE]
+    return [*([str(note)] if note else []), _NO_BASELINE]
 
 
 def comparison_readings(runs: Sequence[RunRecord]) -> list[str]:
@@ -255,21 +194,3 @@ def comparison_readings(runs: Sequence[RunRecord]) -> list[str]:
         "several seeds of each, paired, tell whether a method is better."
     )
     return [*dict.fromkeys(said), one_each]
-
-
-def _of_reward(run: RunRecord) -> Iterator[str]:
-    figures = headline(run.steps)
-    first, last = figures["reward_first"], figures["reward_last"]
-    if first is not None and last is not None and figures["steps"] > 1:
-        yield f"The reward went from {number(first)} to {number(last)}."
-    if len(run.config.get("data.sources") or []) > 1:
-        yield "It is the mean of several sources, whose rewards may have different scales: see By source."
-
-
-def _of_search(run: RunRecord) -> Iterator[str]:
-    bounds, outcome = run.bounds, search_outcome(run)
-    if bounds is not None and outcome is not None and outcome.moved < _SELDOM:
-        yield (
-            f"A bound moved in {percent(outcome.moved)} of the {outcome.of}: the run shows what clipping at "
-            f"{bounds.low_start:g} and {bounds.high_start:g} does, and hardly anything of the search."
-        )

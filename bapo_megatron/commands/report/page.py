@@ -23,7 +23,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from bapo_megatron.checkpoint.run_directory import NOT_SETTINGS
 from bapo_megatron.commands.report.conversations import conversations
 from bapo_megatron.commands.report.data import RunRecord, headline, read_run, smoothing_window
-from bapo_megatron.commands.report.header import comparison_readings, facts, main_settings, readings
+from bapo_megatron.commands.report.header import comparison_readings, facts, readings
 from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS, episode_panels, expert_panels
 from bapo_megatron.commands.report.series import (
     FEW_TOKENS,
@@ -69,7 +69,7 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
     ConfigError for too many runs, a run without metrics, a damaged log, or another program's index.html.
     """
     # Imported here: matplotlib is slow to import.
-    from bapo_megatron.commands.report.plots import COLOURS, curves_of, draw_overview, draw_panel
+    from bapo_megatron.commands.report.plots import COLOURS, draw_overview, draw_panel
 
     if len(run_dirs) > len(COLOURS):
         raise ConfigError(f"{len(run_dirs)} runs are too many for one page: give at most {len(COLOURS)}")
@@ -82,10 +82,7 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
     pictures = []
     for panel in (*PANELS, *expert_panels(runs), *episode_panels(runs), *DISTRIBUTIONS):
         if single or panel.compared != ():
-            axes, layers = draw_panel(panel, runs, folder)
-            lines = "" if single else _line_names([curve.label or "" for curve in curves_of(panel, runs)])
-            uris = {"axes_uri": svg_uri(axes), "run_uris": [*map(svg_uri, layers)]}
-            pictures.append({"panel": panel, "lines": lines, **uris})
+            pictures.append({"panel": panel, "uri": svg_uri(draw_panel(panel, runs, folder))})
     if single:
         draw_overview(runs[0], folder / "overview.png")
     page = folder / PAGE
@@ -150,7 +147,6 @@ def _details(run: RunRecord) -> dict[str, Any]:
         "model": run.config.get("model.hf_path"),
         "resumed": run.resumed_at,
         "losses": any(mark.loss for mark in event_marks(run)),
-        "main_settings": main_settings(run.config),
         "smoothing": smoothing_window(len(run.steps)),
         "episodes": episodes,
         "conversations": conversations(run) if episodes else [],
@@ -217,14 +213,6 @@ def setting_differences(configs: Sequence[dict[str, Any]]) -> list[Cells]:
         if len(set(values)) > 1:
             rows.append((name, values))
     return rows
-
-
-def _line_names(labels: Sequence[str]) -> str:
-    """Return the key to line styles, e.g. "Solid: upper; dashed: lower."; empty for one unlabelled curve."""
-    if len(labels) < 2:
-        return f"Shown: {labels[0]}." if labels and labels[0] else ""
-    lines = zip(("solid", "dashed", "dotted"), labels, strict=False)
-    return "; ".join(f"{line}: {label}" for line, label in lines).capitalize() + "."
 
 
 def render(template: str, **values: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from bapo_megatron.algo.bins import BUCKETS
 from bapo_megatron.commands.report.data import RunRecord
-from bapo_megatron.commands.report.series import FEW_TOKENS, REWARD_BY_TURN, reward_turns
+from bapo_megatron.commands.report.series import REWARD_BY_TURN, reward_turns
 
 NEUTRAL = "#30343b"
 POSITIVE = "#0072b2"
@@ -32,7 +32,7 @@ class Curve:
     label: str | None = None
     dashed: bool = False
     share: str | None = None
-    """Metric of the share of tokens that the value averages; the curve is pale where these are few."""
+    """Metric of the share of tokens that the value averages; values of few are left out."""
 
 
 @dataclass(frozen=True)
@@ -285,8 +285,6 @@ EXPERT_PANELS = (
         "no figure",
     ),
 )
-_FEW = f" Hollow and pale: fewer than {FEW_TOKENS} tokens, so mostly chance."
-
 DISTRIBUTIONS = (
     Panel(
         "ratio_probability",
@@ -294,7 +292,7 @@ DISTRIBUTIONS = (
         "mean probability of the token",
         (),
         "Mean probability of the tokens at each importance ratio, over the whole run. In the paper it falls "
-        "on both sides of 1: what the bounds clip are unlikely tokens." + _FEW,
+        "on both sides of 1: what the bounds clip are unlikely tokens.",
         "Figs. 5 and 10",
         distribution="probability",
     ),
@@ -304,7 +302,7 @@ DISTRIBUTIONS = (
         "mean entropy (nats)",
         (),
         "Mean entropy where the tokens of each ratio were chosen. In the paper it rises on both sides of 1: "
-        "where the policy is undecided, ratios move most." + _FEW,
+        "where the policy is undecided, ratios move most.",
         "Fig. 10",
         distribution="entropy",
     ),

@@ -1,9 +1,8 @@
 """Matplotlib plots of a report, one per panel, and the overview image, written atomically as PNG.
 
-``draw_panel`` writes a panel's PNG and returns its layers as SVG for the page; ``draw_overview`` writes the
-overview. A single run's curves have their panel's colours. In a comparison each run has a colour, and a layer
-that the page can hide; each curve has a line style. matplotlib loads slowly, so import this module only to
-draw.
+``draw_panel`` writes a panel's PNG and returns it as SVG for the page; ``draw_overview`` writes the overview.
+A single run's curves have their panel's colours. In a comparison each run has a colour, each curve a line
+style. matplotlib loads slowly, so import this module only to draw.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from bapo_megatron.commands.report.data import RunRecord
-from bapo_megatron.commands.report.lines import Line, draw_distribution, draw_line, line_of, mark_cut_offs
+from bapo_megatron.commands.report.lines import Line, draw_distribution, draw_line, line_of
 from bapo_megatron.commands.report.panels import (
     NEGATIVE,
     NEUTRAL,
@@ -87,25 +86,21 @@ def _title_pad(panel: Panel) -> int:
     return _LEGEND_TITLE_PAD if len(panel.curves) > 1 else _PLAIN_TITLE_PAD
 
 
-Layers = tuple[bytes, list[bytes]]
-"""A plot for the page as transparent SVGs of one size: its axes, and one layer of curves per run. A single
-run has its curves in the axes and no layer."""
-
-
-def draw_panel(panel: Panel, runs: Sequence[RunRecord], folder: Path) -> Layers:
-    """Draw a panel as a PNG with legend into ``folder``; return its layers for the page."""
+def draw_panel(panel: Panel, runs: Sequence[RunRecord], folder: Path) -> bytes:
+    """Draw a panel as a PNG with legend into ``folder``; return it as an SVG for the page."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _new_figure()
+        figure = Figure(figsize=(5, 3.2), layout="constrained")
+        axes = figure.subplots()
         if len(runs) == 1:
             _draw(axes, panel, runs[0])
-            write_png(figure, folder / f"{panel.file}.png", 200)
-            figure.set_layout_engine("none")  # the layout is final; computing it again is slow
-            return _svg(figure), []
-        _draw_compared(axes, panel, runs)
-        _add_legend(figure, [*_run_handles(runs), *_line_handles(panel, runs)])
+        else:
+            _draw_compared(axes, panel, runs)
+            _add_legend(figure, [*_run_handles(runs), *_line_handles(panel, runs)])
         write_png(figure, folder / f"{panel.file}.png", 200)
-        figure, axes = _new_figure()  # without the legend: the page has its own
-        return _layers(figure, axes, _draw_compared(axes, panel, runs))
+        figure.set_layout_engine("none")  # the layout is final; computing it again is slow
+        vector = BytesIO()
+        figure.savefig(vector, format="svg", metadata={"Date": None}, transparent=True)
+        return vector.getvalue()
 
 
 def curves_of(panel: Panel, runs: Sequence[RunRecord]) -> list[Curve]:
@@ -131,17 +126,6 @@ def write_png(figure: Figure, path: Path, dpi: int) -> None:
     write_atomically(path, picture.getvalue())
 
 
-def _new_figure() -> tuple[Figure, Any]:
-    figure = Figure(figsize=(5, 3.2), layout="constrained")
-    return figure, figure.subplots()
-
-
-def _svg(figure: Figure) -> bytes:
-    vector = BytesIO()
-    figure.savefig(vector, format="svg", metadata={"Date": None}, transparent=True)
-    return vector.getvalue()
-
-
 # --- one run -------------------------------------------------------------------------------------
 
 
@@ -149,20 +133,17 @@ def _draw(axes: Any, panel: Panel, run: RunRecord) -> None:
     axes.set_title(panel.title, pad=_title_pad(panel), **TITLE)
     axes.set_ylabel(panel.y_label)
     if panel.distribution:
-        [artists] = draw_distribution(axes, panel, [(run, NEUTRAL)])
-        if not artists:
+        if not draw_distribution(axes, panel, [(run, NEUTRAL)]):
             nothing_measured(axes)
-        elif panel.distribution == "prediction" and artists[0].get_label():
+        elif axes.get_legend_handles_labels()[1]:
             axes.legend(loc="best", handlelength=0.5)
         return
-    lines = [(curve, line_of(run, curve, panel)) for curve in panel.curves]
+    lines = [(curve, line_of(run, curve)) for curve in panel.curves]
     for curve, line in lines:
         draw_line(axes, line, curve.colour, _DASHED if curve.dashed else "-", curve.label)
     axes.set_xlabel("step")
     shaded = bands(panel, run)
     if _frame(axes, panel, [run], [line for _, line in lines], shaded):
-        for curve, line in lines:
-            mark_cut_offs(axes, line, curve.colour)
         _annotate(axes, panel, run, shaded)
 
 
@@ -185,34 +166,22 @@ def _frame(
 # --- several runs --------------------------------------------------------------------------------
 
 
-def _draw_compared(axes: Any, panel: Panel, runs: Sequence[RunRecord]) -> list[list[Any]]:
+def _draw_compared(axes: Any, panel: Panel, runs: Sequence[RunRecord]) -> None:
     axes.set_title(panel.title, pad=_PLAIN_TITLE_PAD, **TITLE)
     axes.set_ylabel(panel.y_label)
-    drawn = list(zip(runs, COLOURS, strict=False))
     if panel.distribution:
-        artists = draw_distribution(axes, panel, drawn)
-        if not any(artists):
+        if not draw_distribution(axes, panel, list(zip(runs, COLOURS, strict=False))):
             nothing_measured(axes)
-        return artists
+        return
     axes.set_xlabel("step")
-    drawings = [_draw_run(axes, panel, runs, place) for place in range(len(runs))]
-    if _frame(axes, panel, runs, [line for _, lines in drawings for line in lines], []):
-        for (artists, lines), (_, colour) in zip(drawings, drawn, strict=True):
-            artists += [mark for line in lines for mark in mark_cut_offs(axes, line, colour)]
-    return [artists for artists, _ in drawings]
-
-
-def _draw_run(axes: Any, panel: Panel, runs: Sequence[RunRecord], place: int) -> tuple[list[Any], list[Line]]:
-    """Draw the curves of the run at ``place``; return their artists and lines."""
-    run, colour = runs[place], COLOURS[place]
-    artists: list[Any] = []
-    lines = [line_of(run, curve, panel) for curve in curves_of(panel, runs)]
-    for line, style in zip(lines, LINES, strict=False):
-        artists += draw_line(axes, line, colour, style)
-    for mark in event_marks(run):
-        dashes = _DOTS if mark.loss else _DASHES
-        artists.append(axes.axvline(mark.position, color=colour, linewidth=0.9, linestyle=dashes, alpha=0.7))
-    return artists, lines
+    drawn: list[Line] = []
+    for run, colour in zip(runs, COLOURS, strict=False):
+        lines = [line_of(run, curve) for curve in curves_of(panel, runs)]
+        for line, style in zip(lines, LINES, strict=False):
+            draw_line(axes, line, colour, style)
+        _mark_events(axes, run, colour, colour)
+        drawn += lines
+    _frame(axes, panel, runs, drawn, [])
 
 
 def _add_legend(figure: Figure, handles: Sequence[Line2D]) -> None:
@@ -247,34 +216,13 @@ def _line_handles(panel: Panel, runs: Sequence[RunRecord]) -> list[Line2D]:
     ]
 
 
-def _layers(figure: Figure, axes: Any, artists: list[list[Any]]) -> Layers:
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # keeps the axes' place in every layer
-    for artist in (artist for of_run in artists for artist in of_run):
-        artist.set_visible(False)
-    base = _svg(figure)
-    axes.set_axis_off()
-    for of_all in (axes.title, axes._left_title, *axes.texts, *axes.patches, *axes.lines):
-        of_all.set_visible(False)
-    layers = []
-    for of_run in artists:
-        for artist in of_run:
-            artist.set_visible(True)
-        layers.append(_svg(figure))
-        for artist in of_run:
-            artist.set_visible(False)
-    return base, layers
-
-
 # --- axes ---------------------------------------------------------------------------------------
 
 
 def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> None:
     for band in shaded:
         draw_band(axes, band)
-    for mark in event_marks(run):
-        colour, line = (NEGATIVE, _DOTS) if mark.loss else (_PALE_INK, _DASHES)
-        axes.axvline(mark.position, color=colour, linewidth=0.8, linestyle=line, alpha=0.7)
+    _mark_events(axes, run, _PALE_INK, NEGATIVE)
     if len(panel.curves) > 1:
         crowded = len(panel.curves) > 3
         legend = axes.legend(
@@ -291,6 +239,12 @@ def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> No
         for handle in legend.legend_handles:
             handle.set_marker("")  # a marker would hide a dash
         legend.set_in_layout(False)  # the title's pad reserves its place
+
+
+def _mark_events(axes: Any, run: RunRecord, resume: str, loss: str) -> None:
+    for mark in event_marks(run):
+        colour, line = (loss, _DOTS) if mark.loss else (resume, _DASHES)
+        axes.axvline(mark.position, color=colour, linewidth=0.8, linestyle=line, alpha=0.7)
 
 
 def draw_band(axes: Any, band: Band) -> None:

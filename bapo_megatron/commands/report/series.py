@@ -29,7 +29,7 @@ RATIO_CENTRES = np.array(
 
 
 FEW_TOKENS = 100
-"""Means over fewer tokens are drawn pale: a share's standard error can exceed 0.05, and single tokens make
+"""Means over fewer tokens are not drawn: a share's standard error can exceed 0.05, and single tokens make
 spikes."""
 
 SOURCE_COLUMNS = (

@@ -34,12 +34,6 @@ def test_the_distribution_is_the_integral_of_its_density(freedom: int) -> None:
     assert t_probability(-1.7, freedom) == pytest.approx(1 - t_probability(1.7, freedom))
 
 
-@pytest.mark.parametrize(("probability", "freedom"), [(0.4, 3), (1.0, 3), (0.9, 0)])
-def test_no_quantile(probability: float, freedom: int) -> None:
-    with pytest.raises(ValueError, match="no quantile"):
-        t_quantile(probability, freedom)
-
-
 def test_an_effect_by_hand() -> None:
     """Differences 0.1, 0.2, 0.3: mean 0.2, s = 0.1, half width 4.303 0.1 / sqrt(3) = 0.2484."""
     effect = paired_effect([0.1, 0.2, 0.3])

@@ -21,7 +21,6 @@ PAGES = {
     "studies/results/real_model_study.md": "studies/results/real_model_study.jsonl",
 }
 """Pages with their data."""
-P3O = "studies/results/p3o_study"
 FIGURES = {
     "mean reward": "mean_reward",
     "held-out": "held_out",
@@ -132,23 +131,6 @@ def test_p_values_of_the_claims(page: str, data: str) -> None:
     assert [f"{p:.3g}" for p in holm(known)] == [cells["Holm's p"] for *_, cells in claims]
     if "p alone" in claims[0][2]:
         assert [f"{p:.3g}" for p in known] == [cells["p alone"] for *_, cells in claims]
-
-
-def test_intervals_of_p3o_are_those_of_its_runs_and_of_the_second_studys() -> None:
-    """At staleness 8 and the full rate BAPO and GRPO ran again; the last table has both, and is not read."""
-    ran_again = {("paper", 8), ("grpo", 8), ("paper_sequence", 8), ("grpo_sequence", 8)}
-    old = runs(PAGES["studies/results/controller_study.md"])
-    real = runs(PAGES["studies/results/real_model_study.md"])
-    by_arm = {(f"{method}@real", passes): found for (method, passes), found in real.items()}
-    by_arm |= {one: found for one, found in old.items() if one not in ran_again} | runs(f"{P3O}.jsonl")
-    seen = 0
-    for one, other, cells in (row for rows in tables(f"{P3O}.md") for row in rows):
-        for head in cells.keys() & FIGURES.keys():
-            if EFFECT.fullmatch(cells[head]):
-                measured = differences(by_arm[one], by_arm[other], FIGURES[head])
-                assert text(paired_effect(measured)) == cells[head], (one, other, head)
-                seen += 1
-    assert seen == len(EFFECT.findall((ROOT / f"{P3O}.md").read_text().split("## The second study's")[0]))
 
 
 def test_collapses_of_bapo_and_of_grpo() -> None:

@@ -98,24 +98,10 @@ def test_a_torch_without_cuda_is_refused_before_anything_is_compiled(machine: Ma
     assert "transformer-engine-torch" not in str(machine.calls())
 
 
-def test_transformer_engine_finds_its_headers_in_torchs_wheels_and_asks_no_download_server(
-    machine: Machine,
-) -> None:
-    done = machine.install("trainer")
-    assert done.returncode == 0, done.stderr
-    found = machine.environment("wheel")
-    [packages] = {path.partition("/nvidia/")[0] for path in found["CPATH"].split(":")}
-    assert packages.endswith("site-packages")
-    assert [path.removeprefix(packages) for path in found["CPATH"].split(":")] == [
-        f"/nvidia/{name}/include" for name in ("cu13", "cudnn", "nccl")
-    ]
-    assert found["CUDA_HOME"] == str(machine.folder / "cuda")
-    assert found["NVTE_PYTORCH_FORCE_BUILD"] == found["FLASH_ATTENTION_FORCE_BUILD"] == "TRUE"
-
-
 def test_every_step_of_an_installation_in_its_order(machine: Machine) -> None:
     """pip is pinned and first, NCCL last; torch is there to compile against; no flash-attn on Hopper."""
-    assert machine.install("trainer", CLUSTER_ARCH="9.0").returncode == 0
+    done = machine.install("trainer", CLUSTER_ARCH="9.0")
+    assert done.returncode == 0, done.stderr
     calls = machine.calls()
     assert calls[0] == "install pip==26.3"
     assert re.fullmatch(r"install -c \S+ -r cluster/build\.txt torch==[\d.]+", calls[1])
@@ -125,6 +111,14 @@ def test_every_step_of_an_installation_in_its_order(machine: Machine) -> None:
     assert re.fullmatch(r"install --find-links \S+ -c \S+ -r cluster/trainer\.txt -e \.\[cluster\]", calls[5])
     assert re.fullmatch(r"install --no-deps reasoning-gym==\S+ champ-dataset==\S+", calls[6])
     assert calls[7:] == ["install --no-deps -r cluster/nccl.txt"]
+    # Transformer Engine finds its headers in torch's wheels, and asks no download server.
+    found = machine.environment("wheel")
+    packages = found["CPATH"].partition("/nvidia/")[0]
+    assert packages.endswith("site-packages")
+    headers = (f"{packages}/nvidia/{name}/include" for name in ("cu13", "cudnn", "nccl"))
+    assert found["CPATH"] == ":".join(headers)
+    assert found["CUDA_HOME"] == str(machine.folder / "cuda")
+    assert found["NVTE_PYTORCH_FORCE_BUILD"] == found["FLASH_ATTENTION_FORCE_BUILD"] == "TRUE"
     done = machine.install("sglang", "sglang")
     assert machine.calls() == [
         "install pip==26.3",
@@ -159,9 +153,8 @@ def test_an_environment_gets_the_stack_of_its_python(
     assert wheel.name.startswith(f"transformer_engine_torch-{engine}-")
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.9"])
-def test_flash_attention_is_compiled_for_one_architecture(machine: Machine, capability: str) -> None:
-    assert machine.install("trainer", CLUSTER_ARCH=capability).returncode == 0
+def test_flash_attention_is_compiled_for_one_architecture(machine: Machine) -> None:
+    assert machine.install("trainer", CLUSTER_ARCH="8.9").returncode == 0
     found = machine.environment("wheel")
     assert (found["FLASH_ATTN_CUDA_ARCHS"], found["FLASH_ATTENTION_FORCE_BUILD"]) == ("80", "TRUE")
     *_, wheel, install, nccl = machine.calls()
@@ -191,7 +184,6 @@ def test_a_second_try_goes_on_and_another_environment_finds_the_wheel(machine: M
     ("gigabytes", "limit", "given", "transformer_engine", "flash_attention"),
     [
         ("7", "max", "", "3", "1"),
-        ("1", "max", "", "1", "1"),
         ("99", "max", "", "5", "5"),
         ("7", "max", "4", "4", "4"),
         ("99", str(4 << 30), "", "2", "1"),  # of this machine's control group
@@ -213,24 +205,12 @@ def test_each_package_of_one_installation_has_its_own_number_of_compilers(machin
     assert jobs == ["9", "2"]
 
 
-def test_an_environment_without_pip_whose_making_was_cut_off_is_made_again(machine: Machine) -> None:
-    machine.add("venv/bin/python", "#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
-    done = machine.install("sglang")
-    assert done.returncode == 0, done.stderr
-    assert machine.calls()[0] == "install pip==26.3"
-
-
-def test_a_wheel_or_a_source_of_another_version_is_left_alone(machine: Machine) -> None:
+def test_a_wheel_and_a_source_of_another_version_are_left_alone(machine: Machine) -> None:
     assert machine.install("trainer").returncode == 0
-    [wheel] = (machine.folder / "wheels").glob("*/*.whl")
-    name = wheel.name
-    wheel.rename(wheel.with_name(name.replace("-cp311", "+1a2b3c-cp311")))  # has a local version
-    machine.calls()
-    assert machine.install("trainer").returncode == 0
-    assert {call.split()[0] for call in machine.calls()} == {"install"}
     [wheel] = (machine.folder / "wheels").glob("*/*.whl")
     wheel.rename(wheel.with_name("transformer_engine_torch-2.9.0-cp311.whl"))
     (wheel.parent / "source-transformer-engine-torch-2.9.0").mkdir()
+    machine.calls()
     assert machine.install("trainer").returncode == 0
     kinds = [call.split()[0] for call in machine.calls()]
     assert (kinds.count("download"), kinds.count("wheel")) == (1, 1)
@@ -299,11 +279,3 @@ def test_a_second_installation_waits_for_the_wheel_of_the_first(machine: Machine
     done = machine.install("trainer")
     assert done.returncode == 0, done.stderr
     assert {call.split()[0] for call in machine.calls()} == {"install"}
-
-
-def test_a_folder_that_cannot_be_locked_is_told(machine: Machine) -> None:
-    machine.add("bin/flock", "#!/bin/sh\nexit 66\n")
-    done = machine.install("trainer")
-    assert done.returncode == 0, done.stderr
-    assert re.search("wheels/.* cannot be locked: no other installation may use it now", done.stderr)
-    assert "wheel" in [call.split()[0] for call in machine.calls()]

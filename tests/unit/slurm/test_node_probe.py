@@ -68,14 +68,6 @@ def test_the_gpus_that_a_node_must_have(
     assert [needs.gpus for needs in asked] == [gpus]
 
 
-def test_memory_and_disk(probe: ModuleType, tmp_path: Path) -> None:
-    found = list(probe.local_problems(probe.Needs(memory_gb=1e6, disk_gb=1e6), tmp_path))
-    assert [line.split(":")[0] for line in found] == ["memory", f"disk of {tmp_path}"]
-    gone = list(probe.local_problems(probe.Needs(memory_gb=0, disk_gb=0), tmp_path / "no"))
-    assert len(gone) == 1
-    assert "No such file" in gone[0]
-
-
 @pytest.mark.parametrize(("free_gb", "told"), [(0.5, "0.5 GB free, 1 needed"), (50.0, None)])
 def test_a_nodes_tmp_need_not_hold_the_run(
     probe: ModuleType, monkeypatch: pytest.MonkeyPatch, free_gb: float, told: str | None
@@ -85,6 +77,9 @@ def test_a_nodes_tmp_need_not_hold_the_run(
     monkeypatch.setattr(probe.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free[path] * 1e9))
     found = list(probe.local_problems(probe.Needs(memory_gb=0, disk_gb=1600), Path("/lustre/run")))
     assert found == ([f"disk of /tmp: {told}"] if told else [])
+    monkeypatch.undo()
+    gone = list(probe.local_problems(probe.Needs(memory_gb=0, disk_gb=0), Path("/no/folder")))
+    assert [line.partition(": ")[0] for line in gone] == ["disk of /no/folder"]
 
 
 @pytest.mark.parametrize(("held", "told"), [(0, "1.0 GB free, 1.001 needed"), (1_000_000, None)])
@@ -99,27 +94,8 @@ def test_a_run_that_continues_has_written_a_part_of_what_it_needs(
     assert found == ([f"disk of {tmp_path}: {told}"] if told else [])
 
 
-class VirtualClock:
-    """A clock of one of several threads: time moves when all of them sleep, so waiting costs nothing.
-
-    ``ahead_s``: how far this node's wall clock is ahead of the others'.
-    """
-
-    def __init__(self, turns: Turns, ahead_s: float = 0.0) -> None:
-        self._turns, self._ahead_s = turns, ahead_s
-
-    def monotonic(self) -> float:
-        return self._turns.now_s
-
-    def time(self) -> float:
-        return 1_000_000 + self._turns.now_s + self._ahead_s
-
-    def sleep(self, seconds: float) -> None:
-        self._turns.sleep(seconds)
-
-
 class Turns:
-    """Virtual time of all threads: it moves when each of them sleeps."""
+    """Virtual time of all threads: it moves when each of them sleeps, so waiting costs nothing."""
 
     def __init__(self, threads: int) -> None:
         self.now_s = 0.0
@@ -127,24 +103,29 @@ class Turns:
         self._alarms: list[float] = []
         self._changed = threading.Condition()
 
+    def clock(self, ahead_s: float) -> Any:
+        """Return a thread's clock, whose wall time is ahead of the others'."""
+        wall = 1_000_000 + ahead_s
+        return types.SimpleNamespace(
+            monotonic=lambda: self.now_s, time=lambda: wall + self.now_s, sleep=self.sleep
+        )
+
     def sleep(self, seconds: float) -> None:
         with self._changed:
             alarm = self.now_s + seconds
             self._alarms.append(alarm)
-            self._awake -= 1
-            self._advance()
+            self._end_turn()
             while alarm > self.now_s:
                 assert self._changed.wait(60), "the threads wait for each other"
             self._alarms.remove(alarm)
             self._awake += 1
-            self._advance()
 
     def end(self) -> None:
         with self._changed:
-            self._awake -= 1
-            self._advance()
+            self._end_turn()
 
-    def _advance(self) -> None:
+    def _end_turn(self) -> None:
+        self._awake -= 1
         if self._awake == 0 and self._alarms and min(self._alarms) > self.now_s:
             self.now_s = min(self._alarms)
             self._changed.notify_all()
@@ -154,7 +135,6 @@ def verdict(
     probe: ModuleType,
     folder: Path,
     starts_s: dict[str, float],
-    seconds: float = 540.0,
     ahead_s: dict[str, float] | None = None,
     reduce: Any = None,
 ) -> str:
@@ -164,11 +144,10 @@ def verdict(
 
     def life(node: str, start_s: float) -> None:
         try:
-            clock = VirtualClock(turns, (ahead_s or {}).get(node, 0.0))
+            clock = turns.clock((ahead_s or {}).get(node, 0.0))
             clock.sleep(start_s)
-            if start_s < seconds:
-                needs = probe.Needs()
-                probe.probe_node(node, [*starts_s], folder, needs, iter(()), seconds, reduce, clock)
+            if start_s < 540:
+                probe.probe_node(node, [*starts_s], folder, probe.Needs(), iter(()), 540.0, reduce, clock)
         finally:
             turns.end()
 
@@ -195,18 +174,13 @@ def test_nodes_that_begin_two_minutes_apart_are_all_good(probe: ModuleType, tmp_
     assert [left for _, left in joined] == pytest.approx([339] * 4, abs=1)
 
 
-def test_only_the_missing_node_is_bad(probe: ModuleType, tmp_path: Path) -> None:
-    """It is the first in the list: the time that all wait for it must not be missing for the others."""
-    starts = {"127.0.0.2": 0.0, "127.0.0.3": 1e9, "127.0.0.4": 120.0, "127.0.0.5": 60.0}
-    assert verdict(probe, tmp_path, starts) == "127.0.0.3 no answer\n"
-
-
-def test_a_clock_an_hour_off_is_detected(probe: ModuleType, tmp_path: Path) -> None:
-    """By such a clock the probe is over when it begins, or has not begun when it ends."""
-    starts = {"127.0.0.2": 30.0, "127.0.0.3": 120.0, "127.0.0.4": 0.0, "127.0.0.5": 60.0}
-    off = {"127.0.0.4": 3600.0, "127.0.0.5": -3600.0}
-    lines = verdict(probe, tmp_path, starts, ahead_s=off).splitlines()
-    assert lines == ["127.0.0.4 clock: +3600.0 s, 5 allowed", "127.0.0.5 clock: -3600.0 s, 5 allowed"]
+def test_only_a_missing_node_and_clocks_that_are_off_are_bad(probe: ModuleType, tmp_path: Path) -> None:
+    """The time that all wait for the one must not be missing for the others. By a clock an hour off the probe
+    is over when it begins, or has not begun when it ends."""
+    starts = {f"127.0.0.{number}": seconds for number, seconds in enumerate((0, 1e9, 0, 60, 120, 30), 2)}
+    lines = verdict(probe, tmp_path, starts, {"127.0.0.4": 3600.0, "127.0.0.5": -3600.0}).splitlines()
+    off = ["127.0.0.4 clock: +3600.0 s, 5 allowed", "127.0.0.5 clock: -3600.0 s, 5 allowed"]
+    assert lines == ["127.0.0.3 no answer", *off]
 
 
 def test_a_gpu_that_torch_cannot_use_makes_its_node_bad(
@@ -321,23 +295,24 @@ def test_nodes_that_are_all_bad_are_not_excluded(shell: Shell, tmp_path: Path) -
     assert "excluded=n1,n2,n3,n3,n3\n" in (tmp_path / "slurm.state").read_text()
 
 
-@pytest.mark.parametrize(("gpus", "count"), [("8", "8"), ("h100:4", "4"), ("", "0")])
-def test_the_probe_gets_the_number_of_gpus_of_any_type(
-    shell: Shell, tmp_path: Path, gpus: str, count: str
+GROUPS = {"SLURM_GPUS_PER_NODE_HET_GROUP_0": "8", "SLURM_GPUS_PER_NODE_HET_GROUP_1": "h100:4"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "counts"),
+    [
+        ({"SLURM_GPUS_PER_NODE": "h100:4"}, ["4", "4"]),
+        ({}, ["0", "0"]),
+        # Slurm names the variable after the group there, and no other: no GPU of a large job was counted.
+        ({**GROUPS, "SLURM_HET_SIZE": "2"}, ["8", "4"]),
+    ],
+)
+def test_the_probe_gets_the_number_of_gpus(
+    shell: Shell, tmp_path: Path, variables: dict[str, str], counts: list[str]
 ) -> None:
-    shell(PROBE, NODES="n1", ANSWER="no", SLURM_GPUS_PER_NODE=gpus)
-    assert f"--gpus={count}" in (tmp_path / "calls").read_text().splitlines()
-
-
-def test_the_probe_of_a_heterogeneous_job_gets_its_groups_gpus(shell: Shell, tmp_path: Path) -> None:
-    """Slurm names the variable after the group there, and no other: no GPU of a large job was counted."""
-    found = shell(
-        PROBE.replace("bapo_health\n", "bapo_probe 0; bapo_probe 1\n"),
-        NODES="n1",
-        ANSWER="no",
-        SLURM_HET_SIZE="2",
-        SLURM_GPUS_PER_NODE_HET_GROUP_0="8",
-        SLURM_GPUS_PER_NODE_HET_GROUP_1="h100:4",
+    script = PROBE.replace("bapo_health\n", "bapo_probe 0; bapo_probe 1\n")
+    found = shell(script, NODES="n1", ANSWER="no", **variables)
+    words = (tmp_path / "calls").read_text().split()
+    assert [word for word in words if word.startswith("--gpus=")] == [f"--gpus={n}" for n in counts], (
+        found.stderr
     )
-    counts = [word for word in (tmp_path / "calls").read_text().split() if word.startswith("--gpus=")]
-    assert counts == ["--gpus=8", "--gpus=4"], found.stderr

@@ -156,7 +156,6 @@ ROUTES["here"] = ("10.1.0.7", "10.1.0.7")
         ("127.0.1.1", ["self", "login"], "192.168.0.7"),  # the only node of its job
         ("127.0.1.1", ["self", "unknown"], "127.0.1.1"),
         ("127.0.1.1", ["self", "here"], "127.0.1.1"),  # one machine is all nodes, and the login node
-        ("127.0.1.1", ["", ""], "127.0.1.1"),
     ],
 )
 def test_the_address_of_a_node(

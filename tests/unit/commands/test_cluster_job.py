@@ -29,6 +29,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from tests.support.altered import altered
+from tests.support.executables import executable
 
 ROOT = Path(__file__).parents[3]
 LARGE = ROOT / "recipes/bp_math_32b_64k.py"
@@ -261,7 +262,7 @@ def test_a_job_of_odd_names_reads_none_as_shell(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("flags", ["--run-dir x", "--run-dir=x", "run_dir=x", ""])
+@pytest.mark.parametrize("flags", ["run_dir=x", ""])
 def test_arguments_survive_the_shell_with_an_absolute_run_directory(flags: str) -> None:
     """Whatever directory comes before it."""
     run_dir = Path("x") if flags else None
@@ -270,44 +271,32 @@ def test_arguments_survive_the_shell_with_an_absolute_run_directory(flags: str) 
     assert (run.reward.format_pattern, run.run_dir) == ("a b'c", ROOT / (run_dir or "runs/bp_math_32b_64k"))
 
 
-def test_settings_hold_what_the_cluster_file_says() -> None:
-    found = job().settings()
-    assert found["BAPO_LEAD_S"] == "900"
-    assert found["BAPO_MOUNTS"] == f"/shared:/shared,/scratch:/scratch,{ROOT}:{ROOT}"
-    assert found["BAPO_HEALTH_FLAGS"] == "--memory-gb 150 --disk-gb 1700 --clock-s 5"
-    assert found["NCCL_DEBUG"] == "WARN"
-    assert [group["cpus_per_task"] for group in job().groups()] == [12, 96]
-
-
 def test_the_command_line() -> None:
-    command = SubmitCommand.of(["r.py", "--steps", "3", "--cluster=c.toml", "--dry-run", "--seed=1"])
-    assert command == SubmitCommand(Path("r.py"), Path("c.toml"), True, False, ("--steps", "3", "--seed=1"))
-    assert SubmitCommand.of(["r.py", "--cluster", "c.toml", "--rehearse"]).rehearse
-    assert not command.rehearse
-    with pytest.raises(ConfigError, match="the recipe comes first"):
-        SubmitCommand.of(["--cluster", "c.toml"])
-    with pytest.raises(ConfigError, match="has examples of FILE"):
-        SubmitCommand.of(["r.py", "--cluster"])
-
-
-def test_memory_and_cores_that_are_left_to_slurm_are_told() -> None:
-    def told(**fields: Any) -> list[str]:
-        warnings = check_job(job(replace(pyxis(), **fields)), force=False)
-        return [line.split(" is ")[0] for line in warnings if line.startswith(("mem", "neither"))]
-
-    neither = "neither cpus_per_task nor exclusive"
-    assert told() == []
-    assert told(mem=None) == ["mem"]
-    assert told(mem=None, sbatch={"mem_per_gpu": "200G"}) == []
-    assert told(cpus_per_task=None) == []
-    assert told(cpus_per_task=None, exclusive=False) == [neither]
-    assert told(exclusive=False) == []
-    assert told(cpus_per_task=None, exclusive=False, sbatch={"cpus-per-gpu": "12"}) == []
+    """Those of the pages: tests/unit/docs/test_commands.py."""
+    command = SubmitCommand.of(["r.py", "--steps", "3", "--cluster=c.toml", "--rehearse", "--seed=1"])
+    flags = ("--steps", "3", "--seed=1")
+    assert command == SubmitCommand(Path("r.py"), Path("c.toml"), False, False, flags, rehearse=True)
+    for words in (["--cluster", "c.toml"], ["r.py", "--cluster"]):
+        with pytest.raises(ConfigError, match="usage: bapo submit RECIPE --cluster FILE"):
+            SubmitCommand.of(words)
 
 
 @pytest.mark.parametrize(
-    ("state", "told"), [("PENDING", True), ("SIGNALING", True), ("SUSPENDED", True), ("COMPLETED", False)]
+    ("fields", "told"),
+    [
+        ({}, []),
+        ({"mem": None}, ["mem"]),
+        ({"mem": None, "sbatch": {"mem_per_gpu": "200G"}}, []),
+        ({"cpus_per_task": None, "exclusive": False}, ["neither cpus_per_task nor exclusive"]),
+        ({"cpus_per_task": None, "exclusive": False, "sbatch": {"cpus-per-gpu": "12"}}, []),
+    ],
 )
+def test_memory_and_cores_that_are_left_to_slurm_are_told(fields: dict[str, Any], told: list[str]) -> None:
+    warnings = check_job(job(replace(pyxis(), **fields)), force=False)
+    assert [line.split(" is ")[0] for line in warnings if line.startswith(("mem", "neither"))] == told
+
+
+@pytest.mark.parametrize(("state", "told"), [("SUSPENDED", True), ("COMPLETED", False)])
 def test_a_second_job_of_a_run_is_told_before_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, told: bool
 ) -> None:
@@ -323,12 +312,10 @@ def test_a_second_job_of_a_run_is_told_before_it_waits(
 @pytest.mark.parametrize(
     ("sinfo", "time", "told"),
     [
-        ("batch|infinite|16", "30-0", []),
         ("batch|1-00:00:00|9\nbatch|1-00:00:00|7", "24:00:00", []),
         ("batch|4:00:00|16", "24:00:00", ["time = '24:00:00' is above the limit of partition batch, 4:"]),
         ("a|4:00:00|16\nb|2-00:00:00|16", "24:00:00", []),
         ("batch|infinite|8\nbatch|infinite|4", "1:00:00", ["the job takes 16 nodes, and partition batch"]),
-        ("", "24:00:00", []),
         ("Welcome to the cluster!\n\nquota: a|b\nbatch|infinite|16", "24:00:00", []),
     ],
 )
@@ -336,8 +323,7 @@ def test_what_a_partition_cannot_give_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sinfo: str, time: str, told: list[str]
 ) -> None:
     """Slurm would take the job, and let it wait for ever."""
-    (tmp_path / "sinfo").write_text(f'#!/bin/sh\nprintf "{sinfo}\n"\n')
-    (tmp_path / "sinfo").chmod(0o755)
+    executable(tmp_path / "sinfo", f'printf "{sinfo}\n"')
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     found = list(partition_warnings(replace(pyxis(), time=time), 16))
     assert [line[: len(words)] for line, words in zip(found, told, strict=True)] == told
@@ -361,12 +347,9 @@ def test_a_job_gets_no_variables_that_would_change_it() -> None:
 def test_a_submission_tells_what_the_site_says_and_what_it_leaves_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, text in (
-        ("sbatch", "true"),
-        ("python", 'echo "nemo: noise" >&2\necho "sbatch: 12 hours left" >&2\necho "4711${BAPO_DEVICE-}"'),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+    executable(tmp_path / "sbatch", "true")
+    says = 'echo "nemo: noise" >&2\necho "sbatch: 12 hours left" >&2\necho "4711${BAPO_DEVICE-}"'
+    executable(tmp_path / "python", says)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setenv("BAPO_NEMO_RUN_PYTHON", str(tmp_path / "python"))
     monkeypatch.setenv("BAPO_DEVICE", "cpu")

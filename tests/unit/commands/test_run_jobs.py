@@ -6,7 +6,6 @@ import io
 import os
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -21,6 +20,7 @@ from bapo_megatron.commands.cluster.run_job import (
 )
 from bapo_megatron.commands.cluster.status import read_status, status_text
 from bapo_megatron.errors import ConfigError
+from tests.support.executables import executable
 from tests.unit.commands.test_run_status import STATE, locked, queue
 
 
@@ -70,15 +70,6 @@ def test_following_shows_what_is_new_and_the_next_start(run: Path, monkeypatch: 
     follow_logs(run, out, is_following=is_following)
     texts = ((first, "old"), (first, "new"), (second, "again"))
     assert out.getvalue() == "".join(f"==> {path.relative_to(run)} <==\n{text}\n" for path, text in texts)
-    # A second job waits while the first trains: whose logs, only Slurm knows, which is not asked each time.
-    squeue = Mock(return_value=("RUNNING", ""))
-    monkeypatch.setattr(run_job, "queue_state", squeue)
-    monkeypatch.setattr(run_job, "_LIST_S", 600.0)
-    monkeypatch.setattr(run_job.time, "sleep", lambda _s: None)
-    (run / "logs/submitted.job").write_text("57\n")
-    looks = iter([True] * 50 + [False])
-    follow_logs(run, io.StringIO(), is_following=lambda: next(looks))
-    assert squeue.call_count == 1
 
 
 def test_following_shows_each_line_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,9 +206,7 @@ def test_a_users_defaults_of_squeue_do_not_hide_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQUEUE_STATES=RUNNING hides a job that waits: `bapo cancel` would find none in the queue."""
-    squeue = tmp_path / "squeue"
-    squeue.write_text('#!/bin/sh\n[ -n "$SQUEUE_STATES" ] || echo "PENDING|Priority"\n')
-    squeue.chmod(0o755)
+    executable(tmp_path / "squeue", '[ -n "$SQUEUE_STATES" ] || echo "PENDING|Priority"')
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
     assert run_job.queue_state("41") == ("PENDING", "Priority")

@@ -16,7 +16,6 @@ from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS
 from bapo_megatron.algo.losses import LOSSES, load_loss
 from bapo_megatron.algo.settings import settings_of
 from bapo_megatron.config import RewardConfig, RunConfig, SftConfig, load_recipe
-from bapo_megatron.config.validation import flat
 from bapo_megatron.environment.settings import AgentSettings
 from bapo_megatron.rollout.sampler.sampling_metrics import rollout_metrics
 from bapo_megatron.runtime.event_kinds import EVENT_KINDS
@@ -60,18 +59,6 @@ def test_pages_that_the_code_names_exist() -> None:
             assert not list(broken(ROOT / "README.md", named)), file
 
 
-def test_every_page_is_reached() -> None:
-    """From the README, in as many steps as it takes."""
-    reached, waiting = set(), [ROOT / "README.md"]
-    while waiting:
-        page = waiting.pop()
-        reached.add(page)
-        names = [target.partition("#")[0] for target in links(page)]
-        found = {(page.parent / name).resolve() for name in names if name.endswith(".md")}
-        waiting += [path for path in found - reached if path in PAGES and path not in waiting]
-    assert not [page.name for page in PAGES if page not in reached]
-
-
 def test_pages_stay_short() -> None:
     lengths = {page: page.read_text().count("\n") for page in sorted((ROOT / "docs").glob("*.md"))}
     assert len(lengths) <= PAGES_AT_MOST
@@ -80,6 +67,8 @@ def test_pages_stay_short() -> None:
 
 
 def test_the_map_has_every_page() -> None:
+    """And the README names it."""
+    assert "docs/README.md" in links(ROOT / "README.md")
     pages = sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
     text = (ROOT / "docs/README.md").read_text()
     rows = re.findall(r"^\| \[(\w+\.md)\]\(\1\) \| .+ \|$", text, re.MULTILINE)
@@ -90,12 +79,6 @@ def test_the_page_is_what_its_generator_writes() -> None:
     """Without pytest's own comparison: a difference of two pages is long."""
     is_current = CONFIG_PAGE.read_text() == config_page()
     assert is_current, f"docs/config.md is not current: `{COMMAND}` writes it anew"
-
-
-def test_it_has_every_field_of_a_run() -> None:
-    run = load_recipe(ROOT / "recipes/demo_cpu.py", RunConfig)
-    page = CONFIG_PAGE.read_text()
-    assert not [name for name in flat(run) if f"| `{name}` |" not in page]
 
 
 def test_every_field_says_what_it_is() -> None:

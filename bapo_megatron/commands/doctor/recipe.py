@@ -2,12 +2,10 @@
 
     python -m bapo_megatron.commands.doctor.recipe RECIPE [flags]
 
-``check_recipe`` starts this child, and returns the recipe's rows and a ``RecipeFacts``. The child prints its
-results so far as lines of JSON, and the parent reads the last line, so that user code that hangs or crashes
-affects only its own rows. Keys: `problems`; `facts` for the other sections, null if the recipe cannot be
-loaded; `trials`, the rows of each source's reward and environment; `next`, the trial that comes next. A
-reward trial scores one response to the source's first row, as a run would; a failing reward becomes a row,
-not an exception. The child exits with code 2 if a flag is wrong.
+``check_recipe`` starts this child, and returns the recipe's rows and a ``RecipeFacts``. The child prints one
+JSON object: `problems`; `facts` for the other sections, null if the recipe cannot be loaded; `trials`, the
+rows of each source's reward and environment. A reward trial scores one response to the source's first row, as
+a run would; a failing reward becomes a row, not an exception. The child exits with code 2 if a flag is wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +32,8 @@ if TYPE_CHECKING:
     from bapo_megatron.types import Prompt
 
 SECTION = "recipe"
-DEADLINE_S = 600.0
-"""Seconds for the whole check, which reads the dataset and parses its answers."""
+DEADLINE_S = 1800.0
+"""Seconds for the whole check, which reads the dataset, parses its answers and tries each source."""
 ENDPOINT_DEADLINE_S = 20.0
 """Seconds within which a reward endpoint must answer."""
 
@@ -80,30 +77,18 @@ def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], R
         what = "is a folder: name a Python file in it" if recipe.is_dir() else "does not exist"
         raise ConfigError(f"recipe {recipe} {what}")
     child = run_module("bapo_megatron.commands.doctor.recipe", [str(recipe), *flags], DEADLINE_S)
-    answer = _last_answer(child.output)
-    if child.code == 2 and answer is None:
+    if child.code == 2 and not child.output:
         raise ConfigError((child.errors or child.ended).strip())
-    if answer is None:
+    try:
+        answer = json.loads(child.output)
+    except ValueError:
         found = one_line(child.reason() or "its check printed nothing")
         fix = f"bapo train {recipe} shows the whole error; "
         fix += "most often a package of the first section is broken"
         return [DoctorRow(SECTION, str(recipe), "problem", found, "a recipe that can be checked", fix)], None
     facts = RecipeFacts(**answer["facts"]) if answer["facts"] else None
-    rows = list(recipe_rows(str(recipe), answer["problems"]))
-    rows += [DoctorRow(**row) for row in answer["trials"]]
-    if answer["next"]:
-        found = f"its trial did not end: {one_line(child.reason() or 'its process told nothing')}"
-        fix = "try it by hand (docs/rewards.md, docs/environments.md): a run may end as its trial did"
-        rows.append(DoctorRow(SECTION, answer["next"], "optional", found, "an answer", fix))
-    return rows, facts
-
-
-def _last_answer(output: str) -> dict[str, Any] | None:
-    for line in reversed(output.split("\n")[:-1]):
-        with suppress(ValueError):
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-    return None
+    trials = (DoctorRow(**row) for row in answer["trials"])
+    return [*recipe_rows(str(recipe), answer["problems"]), *trials], facts
 
 
 def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
@@ -118,36 +103,30 @@ def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Child process: print the current results before each trial and at the end."""
+    """Child process: check the recipe and print the result."""
+    from bapo_megatron.commands.recipe_flags import recipe_config
+    from bapo_megatron.config import RunConfig
+
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # before the recipe loads: its prints must not mix with the JSON
     problems: list[str] = []
     facts: RecipeFacts | None = None
     trials: list[DoctorRow] = []
-
-    def tell(what_next: str) -> None:
-        told = {"problems": problems, "facts": facts and asdict(facts), "trials": [*map(asdict, trials)]}
-        answers.write(json.dumps(told | {"next": what_next}) + "\n")
-        answers.flush()
-
     try:
-        config = _load(arguments)
+        config = recipe_config("doctor", RunConfig, arguments)
         passed: list[object] = []
         problems += problems_of(config, passed)
         facts = facts_of(config)
-        trials += _turn_end(config)
-        trials += [row for row in placement_rows(config) if row.found not in problems]
-        tell("reward")
-        # The checks have already reported the sandbox's problem.
         rewards = (try_reward(config, prompt) for prompt in first_prompts(passed).values())
-        trials += [row for row in rewards if row.found not in problems]
-        tell("environment")
-        for row in try_environments(config, passed):
-            trials.append(row)
-            tell("environment")  # a later trial may use up the time
+        # The checks have already reported the problems of sandbox, placement and reward.
+        found = (*_turn_end(config), *placement_rows(config), *rewards)
+        trials += [row for row in found if row.found not in problems]
+        trials += try_environments(config, passed)
     except ConfigError as error:
         problems.append(str(error))
-    tell("")
+    told = {"problems": problems, "facts": facts and asdict(facts), "trials": [*map(asdict, trials)]}
+    answers.write(json.dumps(told))
+    answers.close()
 
 
 def _turn_end(config: RunConfig) -> list[DoctorRow]:
@@ -281,13 +260,6 @@ def facts_of(config: RunConfig) -> RecipeFacts:
         api_key_file=None if sglang.api_key_file is None else str(sglang.api_key_file),
         require_api_key=sglang.require_api_key,
     )
-
-
-def _load(arguments: Sequence[str]) -> RunConfig:
-    from bapo_megatron.commands.recipe_flags import recipe_config
-    from bapo_megatron.config import RunConfig
-
-    return recipe_config("doctor", RunConfig, arguments)
 
 
 def read_model_config(folder: Path) -> dict[str, Any] | None:

@@ -153,7 +153,7 @@ def test_a_training_run_and_one_that_samples_alone_do_not_mix(
         (tmp_path / trace / trace).mkdir(parents=True)
         assert cli.run(["train", str(RECIPE), f"--run-dir={tmp_path / trace}", "--rollout-only"]) == 2
         assert f"{tmp_path / trace} is the directory of a training run" in capsys.readouterr().err
-    run, _ = flags(f"--run-dir={tmp_path / 'run'}", "--optimizer.decay=cosine")
+    run, _ = flags("--rollout-only", f"--run-dir={tmp_path / 'run'}", "--optimizer.decay=cosine")
     check_same_run(run, samples_only=True)  # nothing is there yet
     (tmp_path / "run").mkdir()
     store_config(run, samples_only=True)

@@ -48,27 +48,11 @@ def told(_number: int, _frame: FrameType | None) -> None:
 HARM = option("stand-in.harm", "")
 
 
-def eat_memory_or_wait() -> None:
-    """The last rank takes memory until the kernel kills it; the others wait for it, as NCCL does."""
-    if int(os.environ["WORLD_SIZE"]) - 1 != RANK:
-        time.sleep(3600)
-    if not limit_memory(64 * 2**20):
-        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel would
-    held = []
-    while True:
-        held.append(bytearray(b"x" * 2**20))
-
-
-def limit_memory(limit_bytes: int) -> bool:
-    """Move this process into a control group that has only so much; whether there are any (version 1)."""
-    group = Path(f"/sys/fs/cgroup/memory/bapo-test-{os.getpid()}")
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-    except OSError:
-        return False
-    return True
+def killed_or_waiting() -> None:
+    """The last rank ends as by the kernel, for its memory; the others wait for it, as NCCL does."""
+    if int(os.environ["WORLD_SIZE"]) - 1 == RANK:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(3600)
 
 
 def append(name: str, row: dict[str, object]) -> None:
@@ -125,7 +109,7 @@ def train() -> None:
                 save(step - 1)
             sys.exit(85)
         if step == crash_at and HARM == "memory":
-            eat_memory_or_wait()
+            killed_or_waiting()
         if step == crash_at and int(os.environ["WORLD_SIZE"]) - 1 == RANK:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if step == crash_at:

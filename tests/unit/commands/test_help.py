@@ -96,13 +96,6 @@ def test_what_starts_nothing_answers_without_the_heavy_packages(
     assert not (HEAVY if command in DRAW else HEAVY | {"rich"}) & set(modules)
 
 
-def test_the_studies_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["study", "staleness", "--quick"]) == 2
-    message = capsys.readouterr().err
-    assert "bapo study is gone" in message
-    assert "`git checkout f6aa2582`" in message
-
-
 @pytest.mark.parametrize(
     ("command", "told"),
     [

@@ -1,38 +1,19 @@
-"""The comparison with TRL: its meter, the check before the timing, its page, on numbers made up by hand."""
+"""The comparison with TRL: its meter, on numbers made up by hand."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
-
-from benchmarks import against_trl
-from benchmarks.against_trl import Case, compare
 from benchmarks.against_trl_sides import (
     GENERATION,
     REST,
     REWARD,
     UPDATE,
     WEIGHTS,
-    Batch,
     Clocks,
     Meter,
-    Settings,
 )
-
-DEMO = against_trl.MODELS["demo"]
-
-
-@pytest.fixture
-def case(tmp_path: Path) -> Case:
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
-    places = {"model": tmp_path, "prompts": tmp_path / "prompts.jsonl", "folder": tmp_path}
-    sizes = {"prompts_per_step": 2, "group_size": 16, "response_tokens": 8, "updates": 1, "micro_batch": 4}
-    return Case("demo", Settings(core=0, steps=3, **places, **sizes))
 
 
 class PlayedClocks:
@@ -76,30 +57,3 @@ def test_seconds_of_the_sampler_and_of_its_workers() -> None:
     meter.switch(REST)
     expected = {WEIGHTS: 0.5, GENERATION: 5.0, REWARD: 0.125}
     assert {name: seconds for name, seconds in meter.seconds.items() if seconds} == expected
-
-
-class PlayedSide:
-    """Answers that are ``gap`` away from -2.0 a token, ``loss_gap`` from a loss of 0.25."""
-
-    def __init__(self, gap: float = 0.0, loss_gap: float = 0.0) -> None:
-        self.gap, self.loss_gap = gap, loss_gap
-        self.old: list[np.ndarray] = []
-
-    def ask(self, what: str, batch: Batch) -> Any:
-        if what == "log_probs":
-            return np.full(batch.old_log_probs.shape, -2.0 + self.gap)
-        self.old.append(batch.old_log_probs)
-        return 0.25 + self.loss_gap
-
-
-@pytest.mark.parametrize(
-    ("gap", "loss_gap", "agrees"), [(5e-5, 5e-6, True), (2e-4, 0.0, False), (0.0, 2e-5, False)]
-)
-def test_the_check_sees_log_probs_and_loss(case: Case, gap: float, loss_gap: float, agrees: bool) -> None:
-    ours, trl = PlayedSide(), PlayedSide(gap, -loss_gap)
-    compare(case, ours, trl)
-    assert (case.log_prob_gap, case.loss_gap) == (pytest.approx(gap), pytest.approx(loss_gap))
-    assert case.agrees is agrees
-    assert (ours.old[0] == trl.old[0]).all()
-    clipped = np.abs(np.exp(-2.0 - ours.old[0]) - 1) > 0.2
-    assert 0.1 < clipped.mean() < 0.6  # so the bounds have a say in the loss

@@ -97,10 +97,3 @@ def test_bapo_eval_is_an_array_of_steps_and_suites(cluster: Cluster, run: Path) 
         for step in ("100", "latest")
         for suite in ("aime24", "math500")
     ]
-
-
-def test_a_conversion_ends_with_its_commands_exit_code(cluster: Cluster, run: Path) -> None:
-    run.mkdir()
-    job = submit(cluster, run, "convert.sbatch", [], [str(run), "sh", "-c", "exit 7"], words=True)
-    assert job.wait()["ExitCode"] == "7:0"
-    assert job.events("convert_done")[0]["exit_code"] == 7

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bapo_megatron.algo.bounds import BoundsConfig, describe, preset_name, sum_count
-from bapo_megatron.commands.report.data import RunRecord, headline, mean
-from bapo_megatron.commands.report.series import number, percent
+from bapo_megatron.commands.report.data import RunRecord, mean
+from bapo_megatron.commands.report.series import percent
 from bapo_megatron.runtime.jsonl_log import Row
 
 NOT_RECORDED = "not recorded"
@@ -61,14 +61,13 @@ def _loss(run: RunRecord) -> str:
 
 
 def facts(run: RunRecord) -> list[Fact]:
-    """Return a run's algorithm, preset, target, staleness, held-out score, baseline and fork source."""
+    """Return a run's algorithm, preset, target, staleness, held-out score and fork source."""
     return [
         ("algorithm", algorithm(run)),
         ("preset", _preset(run)),
         ("target", _target(run)),
         ("staleness", _staleness(run)),
         ("held-out", _held_out(run)),
-        ("baseline", _baseline(run)),
         *([("forked from", run.forked)] if run.forked else []),
     ]
 
@@ -142,14 +141,6 @@ def _held_out(run: RunRecord) -> str:
         return f"{_score(first)} at step {first['step']:.0f}"
     steps = f"steps {first['step']:.0f} and {last['step']:.0f}"
     return f"{_score(first)} → {_score(last)}{_interval(last)}, {steps}"
-
-
-def _baseline(run: RunRecord) -> str:
-    begun = int(run.step_numbers[0]) - 1
-    rows = [row for row in _evaluated(run) if row["step"] == begun]
-    policy = f"the policy after step {begun}" if begun else "the policy before training"
-    said = f"{policy}, reward {number(headline(run.steps)['reward_first'])}"
-    return f"{said}, held-out {_score(rows[0])}" if rows else said
 
 
 def _evaluated(run: RunRecord) -> list[Row]:

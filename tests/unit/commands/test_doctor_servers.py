@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
+import socket
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bapo_megatron.commands.doctor import servers
 from bapo_megatron.commands.doctor.packages import SGLANG, pins
 from bapo_megatron.commands.doctor.recipe import RecipeFacts, facts_of, problems_of, recipe_rows
 from bapo_megatron.commands.doctor.rows import DoctorRow
@@ -21,9 +21,9 @@ from bapo_megatron.config import RunConfig, SourceConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE
-from bapo_megatron.runtime.http import is_loopback
+from bapo_megatron.runtime.distributed import free_port
+from bapo_megatron.runtime.http import Answer, is_loopback
 from bapo_megatron.trainer.preflight import check_weights
-from tests.support.http_server import HTTPServer
 
 ROOT = Path(__file__).parents[3]
 KEY = "k" * 43
@@ -33,6 +33,8 @@ SHAPE = {"model_type": "qwen2", "vocab_size": 264, "hidden_size": 64, "num_exper
 class Played:
     """Answers like SGLang 0.5.23, or with given answers: path to status and body."""
 
+    url = "http://127.0.0.1:30000"
+
     def __init__(self, model: Path) -> None:
         self.key: str | None = KEY
         about = {"model_path": str(model), "model_type": "qwen2", "weight_version": "0"}
@@ -40,37 +42,16 @@ class Played:
         server |= {"dtype": "float32", "disable_radix_cache": False, "disable_overlap_schedule": False}
         self.answers: dict[str, tuple[int, Any]] = {"/ready": (200, "")}
         self.answers |= {"/model_info": (200, about), "/server_info": (200, server)}
-        self.about = about
-        self.delay_s = 0.0
-        self.stopped = threading.Event()
         self.keys: list[str | None] = []
         """The authorization of each request."""
-        played = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                played.stopped.wait(played.delay_s)
-                status, body = played.answers.get(self.path, (404, {"detail": "Not Found"}))
-                played.keys.append(self.headers.get("Authorization"))
-                is_ours = played.keys[-1] == f"Bearer {played.key}"
-                if played.key and self.path.endswith("_info") and not is_ours:
-                    status, body = 401, {"error": "Unauthorized"}
-                sent = (body if isinstance(body, str) else json.dumps(body)).encode()
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(sent)
-
-            def log_message(self, *_args: Any) -> None:
-                """Into no test's output."""
-
-        self._httpd = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._httpd.server_port}"
-        threading.Thread(target=self._httpd.serve_forever, daemon=True).start()
-
-    def stop(self) -> None:
-        self.stopped.set()
-        self._httpd.shutdown()
-        self._httpd.server_close()
+    def get(self, url: str, *, headers: Mapping[str, str] | None = None) -> Answer:
+        self.keys.append((headers or {}).get("Authorization"))
+        path = url.removeprefix(self.url)
+        status, body = self.answers.get(path, (404, ""))
+        if self.key and path.endswith("_info") and self.keys[-1] != f"Bearer {self.key}":
+            status = 401
+        return Answer(status, "", (body if isinstance(body, str) else json.dumps(body)).encode())
 
 
 @pytest.fixture
@@ -92,10 +73,10 @@ def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def server(model: Path) -> Iterator[Played]:
+def server(model: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
     played = Played(model)
-    yield played
-    played.stop()
+    monkeypatch.setattr(servers, "get", played.get)
+    return played
 
 
 def facts(*urls: str, **more: Any) -> RecipeFacts:
@@ -166,16 +147,15 @@ def test_what_is_no_server(server: Played) -> None:
     assert list(server_rows(facts())) == list(server_rows(facts("localhost:3000"))) == []
 
 
-def test_servers_that_are_gone_or_hang(server: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    hanging = server.url
-    gone = Played(Path())
-    gone.stop()
+def test_servers_that_are_gone_or_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(get, "__defaults__", (4.0,))  # the first answers at once, also on a busy machine
-    server.delay_s = 30
-    began = time.monotonic()
-    rows = list(server_rows(facts(gone.url, hanging)))
-    assert time.monotonic() - began < 20  # it did not wait for the second to answer
-    assert [row.name for row in rows] == [gone.url, hanging]
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # takes the call, and says nothing
+        hanging = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        gone = f"http://127.0.0.1:{free_port()}"
+        began = time.monotonic()
+        rows = list(server_rows(facts(gone, hanging)))
+    assert time.monotonic() - began < 20
+    assert [row.name for row in rows] == [gone, hanging]
     assert "Connection refused" in rows[0].found
     assert rows[1].found in ("no answer: timed out", "no answer: no answer within 4 s")
 

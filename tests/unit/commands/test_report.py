@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,7 @@ def test_the_page(reported: Path) -> None:
     titles = re.findall("<h2>(.*?)</h2>", page)
     assert titles == ["Configuration", "Curves", "By staleness", "Events", "Values"]
     header = page[: page.index("<h2>Configuration")]
-    for name in ("algorithm", "preset", "target", "staleness", "held-out", "baseline"):
+    for name in ("algorithm", "preset", "target", "staleness", "held-out"):
         assert f'<th scope="row">{name}</th>' in header
     assert "does not show that this method is better" in header
     for folded in ("algorithm.bounds.high_end = 3.0", "<wbr>clip_fraction_low"):
@@ -135,26 +134,12 @@ def test_the_page(reported: Path) -> None:
     assert not re.search(r"<details[^>]*open[^>]*>\s*<summary>All", page)
 
 
-class Tags(HTMLParser):
-    """The tags and attributes of a page."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.attributes: set[tuple[str, str | None]] = set()
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes.update(attrs)
-
-
 def check_harmless(page: str) -> None:
-    """Check that the strings of a hostile run are text on its page."""
-    found = Tags(page)
-    assert not found.tags & {"script", "iframe", "object", "embed", "form", "base", "link", "svg"}
-    assert not [name for name, _ in found.attributes if name.startswith("on")]
-    assert all(value.startswith("data:") for name, value in found.attributes if name in ("src", "href"))
+    """Check that the strings of a hostile run are text on its page: no tag has one of them."""
+    assert not re.search(r"<(script|iframe|object|embed|form|base|link|svg)\b", page)
+    tags = re.findall(r"""<\w(?:[^<>"']|"[^"]*"|'[^']*')*>""", page)
+    assert len(tags) > 50
+    assert not [tag for tag in tags if re.search(r"""\s(on\w+|(src|href)=["'](?!data:))""", tag)]
     assert "&lt;script&gt;alert(1)" in page
     assert "{{7*7}}" in page  # no template in a template
 

@@ -64,7 +64,7 @@ def test_the_page(page: Path) -> None:
     titles = re.findall("<h2>(.*?)</h2>", text)
     assert titles == ["Configuration", "Final results", "Curves", "By staleness", "Events"]
     header = text[: text.index("<h2>Configuration")]
-    for name in ("algorithm", "preset", "target", "staleness", "held-out", "baseline", "reward"):
+    for name in ("algorithm", "preset", "target", "staleness", "held-out", "reward"):
         assert f'<th scope="row">{name}</th>' in header
     assert header.count("BAPO: clipping bounds searched for each update") == 2
     assert "not recorded" in header  # of the young run

@@ -42,19 +42,6 @@ def test_budgets(column: int) -> None:
         assert re.search(rf"\b{re.escape(figure)}", planned), f"{name}: {figure} is not in\n{planned}"
 
 
-def test_the_steps_that_bring_a_cluster_up_take_what_the_budgets_say() -> None:
-    """Five steps of the first column, and the whole run of the third."""
-    page = (ROOT / "docs/slurm.md").read_text()
-    cells = {
-        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
-        for line in page.splitlines()
-        if line.startswith("| ")
-    }
-    assert cells["9"][1] == cells["500 steps"][2]
-    step = int(cells["a step"][0].removesuffix(" s"))
-    assert cells["5"][1] == f"{5 * step / 60:.0f} minutes after start-up"
-
-
 LAYOUT_PAGE = ROOT / "docs/planning.md"
 LAYOUTS = re.findall(
     r"^\| \**(TP \d[^|*]*)\** \| \**(\w+)\** \|(.*)\|$", LAYOUT_PAGE.read_text(), re.MULTILINE
@@ -94,21 +81,6 @@ def test_sampling_with_dropped_groups() -> None:
     found = re.search(r"With `([^`]+)` 40 % .* this recipe then samples for ([\d,]+) s\.", page)
     assert found
     assert f" sampling {found[2]} s," in plan("bp_math_32b_64k.py", *found[1].split())
-
-
-def test_experts_within_a_node() -> None:
-    page = " ".join((ROOT / "docs/parallelism.md").read_text().split())
-    sentence = (
-        r"has ([\d.]+) s of communication an update, not ([\d.]+) s, beside ([\d.]+) s of computing, "
-        r"at ([\d.]+) GB of a GPU instead of ([\d.]+)\."
-    )
-    found = re.search(sentence, page)
-    assert found
-    flags = [["--parallel.expert", expert, "--json"] for expert in ("8", "16")]
-    plans = [json.loads(plan("qwen3_30b_a3b.py", *own)) for own in flags]
-    inside, across = ([one["speed"]["link_seconds"], one["stages"][0]["peak"] / 1e9] for one in plans)
-    said = [inside[0], across[0], plans[0]["speed"]["update_seconds"], inside[1], across[1]]
-    assert [f"{value:.1f}" for value in said] == list(found.groups())
 
 
 COLOCATED_PAGE = (ROOT / "docs/one_node.md").read_text()

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from bapo_megatron.commands.cluster.cluster_file import load_cluster
 from tests.support.executables import executable
 
 ROOT = Path(__file__).parents[3]
@@ -25,10 +23,6 @@ def instructions() -> list[tuple[str, str]]:
     return [(line.split()[0], line.partition(" ")[2]) for line in whole.splitlines() if line.strip()]
 
 
-def run_lines() -> list[str]:
-    return [text for name, text in instructions() if name == "RUN"]
-
-
 def test_every_file_that_it_copies_exists_and_is_sent_to_the_builder() -> None:
     """And all that the installation and the package's set-up read is copied."""
     sources = [word for name, text in instructions() if name == "COPY" for word in text.split()[:-1]]
@@ -40,19 +34,6 @@ def test_every_file_that_it_copies_exists_and_is_sent_to_the_builder() -> None:
     for path in {*re.findall(r"cluster/\w+\.txt", script), "bapo_megatron/constraints.txt"}:
         assert (ROOT / path).is_file(), path
         assert path.split("/")[0] in sources
-
-
-def test_it_installs_as_make_cluster_does_what_the_cluster_file_names() -> None:
-    """By the same script; wheels and downloads are kept in the builder's cache between tries."""
-    installs = [shlex.split(line) for line in run_lines() if "cluster/install.sh" in line]
-    assert all(words[0] == "--mount=type=cache,target=/root/.cache" for words in installs)
-    folders = {words[-2]: words[-1] for words in installs}
-    cluster = load_cluster(ROOT / "slurm/clusters/h100_pyxis.toml")
-    assert cluster.python == f"{folders['trainer']}/bin/python"
-    assert cluster.sglang_python == f"{folders['sglang']}/bin/python"
-
-    makefile = (ROOT / "Makefile").read_text()
-    assert Path(cluster.container or "").name == re.search(r"^IMAGE \?= (.*)$", makefile, re.MULTILINE)[1]  # type: ignore[index]
 
 
 @pytest.fixture

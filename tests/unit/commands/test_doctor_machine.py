@@ -17,17 +17,11 @@ from bapo_megatron.commands.doctor import machine, sglang
 from bapo_megatron.commands.doctor.machine import disk_rows, sandbox_rows, shared_memory_row
 from bapo_megatron.commands.doctor.packages import SGLANG, SGLANG_CUDA, TRAINING, pins
 from bapo_megatron.reward.sandbox.sandbox import SandboxError
-
-
-def interpreter(tmp_path: Path, body: str) -> Path:
-    path = tmp_path / "python"
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    return path
+from tests.support.executables import executable
 
 
 def answering(folder: Path, versions: dict[str, Any]) -> Path:
-    return interpreter(folder, f"echo '{json.dumps(versions)}'")
+    return executable(folder / "python", f"echo '{json.dumps(versions)}'")
 
 
 TRAINED, CUDA = pins(TRAINING)["torch"], pins(SGLANG_CUDA)["torch"]
@@ -74,16 +68,20 @@ def test_no_sglang_is_a_problem_where_the_run_starts_servers(tmp_path: Path, req
     assert [each.state for each in rows] == ["ok", row.state, row.state, "optional"]
 
 
-def test_an_interpreter_that_does_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "DEADLINE_S", 1.0)
-    for body, says in (
-        ("echo broken >&2; exit 4", "exit code 4: broken"),
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("echo broken >&2; exit 4", "exit code 4"),
         ("echo hello", "no answer"),
-        ("sleep 60", "no end within 1 s"),
-    ):
-        (row,) = sglang.sglang_rows(True, interpreter(tmp_path, body))
-        assert row.state == "problem"
-        assert says in row.found
+        ("sleep 60", "no end wi"),
+    ],
+)
+def test_an_interpreter_that_does_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, says: str
+) -> None:
+    monkeypatch.setattr(sglang, "DEADLINE_S", 1.0)
+    (row,) = sglang.sglang_rows(True, executable(tmp_path / "python", body))
+    assert (row.state, says in row.found) == ("problem", True)
 
 
 Usage = namedtuple("Usage", "total used free")

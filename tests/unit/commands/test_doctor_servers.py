@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -197,32 +198,20 @@ def test_mistakes_of_every_kind_are_told_at_once(demo: Callable[..., RunConfig],
     assert (row.state, row.fix) == ("problem", "bapo data prepare SOURCE --output data/suites/absent")
 
 
-@pytest.mark.parametrize(
-    ("error", "fields", "problem"),
-    [
-        # A check that crashes at a wrong field is not another problem; a message with its fix is one.
-        (ZeroDivisionError(), {"steps": 0}, "steps=0 must be at least 1"),
-        (OSError("the disk is gone"), {}, "OSError in raises: the disk is gone"),
-        (
-            ConfigError("other settings:\nseed: 1, 2 now\nsay so"),
-            {},
-            "other settings: seed: 1, 2 now; say so",
-        ),
-    ],
-)
 def test_a_check_that_raises_is_one_problem(
-    demo: Callable[..., RunConfig],
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
-    fields: dict[str, Any],
-    problem: str,
+    demo: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def raises(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr("bapo_megatron.trainer.preflight.check_same_run", raises)
+    """A check that crashes at a wrong field is none; a message with its fix is one."""
     monkeypatch.setattr("bapo_megatron.trainer.preflight._check_engine", lambda *_: None)
-    assert list(problems_of(demo(**fields), [])) == [problem]
+    many = ConfigError("other settings:\nseed: 1, 2 now\nsay so")
+    cases: list[tuple[Exception, dict[str, Any], str]] = [
+        (ZeroDivisionError(), {"steps": 0}, "steps=0 must be at least 1"),
+        (OSError("the disk is gone"), {}, "OSError in _execute_mock_call: the disk is gone"),
+        (many, {}, "other settings: seed: 1, 2 now; say so"),
+    ]
+    for error, fields, problem in cases:
+        monkeypatch.setattr("bapo_megatron.trainer.preflight.check_same_run", Mock(side_effect=error))
+        assert list(problems_of(demo(**fields), [])) == [problem]
 
 
 def test_weights_that_are_absent_hide_no_mistake_of_the_layout(

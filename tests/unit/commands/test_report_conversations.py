@@ -161,21 +161,19 @@ def test_a_conversation_on_the_page_is_text(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few_pictures")
 def test_plots_and_table_of_episodes(tmp_path: Path) -> None:
-    """A plot has the curves that were measured; without rewards of the environment there is none of them."""
+    """A plot has the curves that were measured; without an environment no journal is opened."""
     rows = [episode_row(1), episode_row(2, **{"episode/calls": 1.5})]
-    write_lines(tmp_path / "metrics.jsonl", rows)
-    page = write_report([tmp_path]).read_text()
-    titles = ("Turns of an episode", "How episodes end", "Reward by answer")
-    assert [f'alt="{title} by step"' in page for title in titles] == [True, True, False]
+    for more, drawn in (({}, False), ({"environment/reward_turn_2": 0.5}, True)):
+        write_lines(tmp_path / "metrics.jsonl", [*rows, episode_row(3, **more)])
+        page = write_report([tmp_path]).read_text()
+        titles = ("Turns of an episode", "How episodes end", "Reward by answer")
+        assert [f'alt="{title} by step"' in page for title in titles] == [True, True, drawn]
     assert '<tr><td>calls</td><td class="number">1.500</td><td class="number">1.500</td></tr>' in page
-    run = write_run(tmp_path, {1: asked()})  # without an environment no journal is opened
+    assert conversations(write_run(tmp_path, {1: asked()}))[0].blocks
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5}])
     page = write_report([tmp_path]).read_text()
     assert 'class="block' not in page
     assert "<h2>Episodes" not in page
-    assert conversations(run)[0].blocks
-    write_lines(tmp_path / "metrics.jsonl", [*rows, episode_row(3, **{"environment/reward_turn_2": 0.5})])
-    assert 'alt="Reward by answer by step"' in write_report([tmp_path]).read_text()
 
 
 def test_branches_are_a_tree(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     whole = path.read_bytes()
     place = whole.index(np.float32(-7).tobytes())  # the last log-prob
     changed = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
-    for content in (b"notes", changed, *(whole[: int(len(whole) * part)] for part in (0.0, 0.1, 0.5, 0.99))):
+    for content in (b"notes", changed, whole[: len(whole) // 2], b""):
         path.write_bytes(content)
         refused(r"c\.npz is damaged or is none")
     tokens = dataclasses.replace(handmade().tokens, log_probs=handmade().tokens.log_probs[:1])

@@ -65,24 +65,6 @@ def test_layouts_of_the_32b_recipe(layout: str, recompute: str, figures: str) ->
     assert (update, save) in stages
 
 
-def test_half_of_the_nodes() -> None:
-    sentence = r"\*\*Half of them\*\*: `([^`]+)` fits 32 GPUs at (\d+)\s+tokens/s/GPU, `([^`]+)` at (\d+)\."
-    found = re.search(sentence, LAYOUT_PAGE.read_text())
-    assert found
-    for flags, speed in (found.groups()[:2], found.groups()[2:]):
-        planned = plan("bp_math_32b_64k.py", *flags.split())
-        assert "FITS" in planned
-        assert "32 x h100-80gb" in planned
-        assert f"{speed} tokens/s/GPU" in planned
-
-
-def test_sampling_with_dropped_groups() -> None:
-    page = " ".join(LAYOUT_PAGE.read_text().split())
-    found = re.search(r"With `([^`]+)` 40 % .* this recipe then samples for ([\d,]+) s\.", page)
-    assert found
-    assert f" sampling {found[2]} s," in plan("bp_math_32b_64k.py", *found[1].split())
-
-
 COLOCATED_PAGE = (ROOT / "docs/one_node.md").read_text()
 COLOCATED = re.findall(r"^\| \[(\w+)\]\(\.\./recipes[^|]*\|(.*)\|$", COLOCATED_PAGE, re.MULTILINE)
 

@@ -15,14 +15,14 @@ from bapo_megatron.algo.bapo import paper
 from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS
 from bapo_megatron.algo.losses import LOSSES, load_loss
 from bapo_megatron.algo.settings import settings_of
-from bapo_megatron.config import RewardConfig, RunConfig, SftConfig, load_recipe
+from bapo_megatron.config import RewardConfig, RunConfig, SftConfig
 from bapo_megatron.environment.settings import AgentSettings
 from bapo_megatron.rollout.sampler.sampling_metrics import rollout_metrics
 from bapo_megatron.runtime.event_kinds import EVENT_KINDS
 from tests.support.bapo_objective import objective
 from tests.support.config_page import COMMAND, config_page, field_texts
 from tests.support.config_page import PAGE as CONFIG_PAGE
-from tests.support.pages import PAGES, ROOT, anchors, blocks, links
+from tests.support.pages import PAGES, ROOT, anchors, links
 
 README_LINES = 100
 PAGE_LINES = 250
@@ -127,36 +127,11 @@ def test_every_metric_is_on_a_page() -> None:
 ENVIRONMENTS_PAGE = ROOT / "docs/environments.md"
 
 
-def test_the_first_try_fits_the_demos_policy() -> None:
-    """The limits are the policy's, and the settings that a class of the reader's gets are the recipe's."""
-    text, run = ENVIRONMENTS_PAGE.read_text(), load_recipe(ROOT / "recipes/demo_tools_cpu.py", RunConfig)
-    longest = json.loads((run.model.hf_path / "config.json").read_text())["max_position_embeddings"]
-    [said] = re.findall(r"That policy takes (\d+) tokens, prompt and response together", text)
-    assert int(said) == longest
-    [settings] = re.findall(r"`environment\.settings` of its own \(`(.*?)`\)", text)
-    assert json.loads(settings) == run.environment.settings
-    [train] = [
-        words
-        for block in blocks(ENVIRONMENTS_PAGE)
-        for words in block.commands
-        if words[1:3] == ["train", "recipes/demo_tools_cpu.py"] and "guess.py:Guess" in words
-    ]
-    limits = [words_after(train, f"--{name}") for name in LIMITS]
-    assert sum(map(int, limits)) <= longest
-
-
 def test_every_setting_of_an_agent_program_has_its_row() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|([^|]*)\|", ENVIRONMENTS_PAGE.read_text(), re.MULTILINE))
     for setting in settings_of(AgentSettings, skip=0):
         default = "" if setting.name == "command" else json.dumps(setting.default).strip('"')
         assert rows[setting.name].strip("` ") == default.replace("null", "none")
-
-
-LIMITS = ("data.max-prompt-tokens", "rollout.max-response-tokens")
-
-
-def words_after(words: list[str], flag: str) -> str:
-    return words[words.index(flag) + 1]
 
 
 def test_the_events_of_what_survives_what_exist() -> None:

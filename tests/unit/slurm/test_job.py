@@ -62,14 +62,17 @@ def test_a_stop_signal_before_the_rank_starts_is_no_crash(tmp_path: Path) -> Non
 
 
 def test_a_task_without_the_users_home_has_another(tmp_path: Path) -> None:
-    """Most containers do not mount it, and what compiles kernels at run time writes there."""
+    """Most containers do not mount it, and what compiles kernels at run time writes there. Sites mount it
+    read-only on their nodes (as /proc is): without a container it is kept, for .netrc is there."""
     found = run_rank(tmp_path, 'test -w "$HOME" && mkdir "$HOME/.cache" && echo "$HOME"', home="/proc/none")
     said, home = found.stdout.splitlines()
     assert said.startswith("the home /proc/none cannot be written to here")
     assert home.startswith("/tmp/bapo-home.")
     assert not Path(home).exists(), "it ends with its task"
-    without = run_rank(tmp_path, "true", home="").stdout
-    assert without.startswith("the home  cannot be written to here")
+    for kept in (str(tmp_path), "/proc/self"):
+        assert run_rank(tmp_path, 'echo "$HOME"', home=kept).stdout == f"{kept}\n"
+    inside = run_rank(tmp_path, "true", home="/proc/self", BAPO_CONTAINER="image.sqsh").stdout
+    assert inside.startswith("the home /proc/self cannot be written to here")
 
 
 @pytest.mark.parametrize(("folder", "kept"), [("/proc/none", False), ("/tmp", True)])
@@ -80,14 +83,6 @@ def test_a_folder_for_temporary_files_that_is_not_there_is_not_used(
     said = run_rank(tmp_path, 'echo "rank: ${TMPDIR-none}"', TMPDIR=folder).stdout
     assert said.endswith("rank: /tmp\n" if kept else "rank: none\n")
     assert ("TMPDIR=/proc/none cannot be written to here" in said) is not kept
-
-
-def test_a_read_only_home_is_kept_without_a_container(tmp_path: Path) -> None:
-    """Sites mount it so on their nodes: `pip install --user` and .netrc are there. /proc is such a folder."""
-    for home in (str(tmp_path), "/proc/self"):
-        assert run_rank(tmp_path, 'echo "$HOME"', home=home).stdout == f"{home}\n"
-    inside = run_rank(tmp_path, "true", home="/proc/self", BAPO_CONTAINER="image.sqsh").stdout
-    assert inside.startswith("the home /proc/self cannot be written to here")
 
 
 def test_a_rank_runs_the_code_of_the_checkout(tmp_path: Path) -> None:

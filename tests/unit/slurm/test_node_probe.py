@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -45,27 +46,19 @@ def test_gpus(
         ({"BAPO_DEVICE": ""}, "8", 8),
         # By --gres: then Slurm has no SLURM_GPUS_PER_NODE, of which the job's shell makes --gpus.
         ({"SLURM_GPUS_ON_NODE": "8"}, "0", 8),
-        ({"SLURM_GPUS_ON_NODE": ""}, "0", 0),
     ],
-    ids=["a run on the CPU needs none", "all of the node", "asked for by gres", "none"],
 )
 def test_the_gpus_that_a_node_must_have(
-    probe: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    variables: dict[str, str],
-    asked_for: str,
-    gpus: int,
+    probe: ModuleType, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], asked_for: str, gpus: int
 ) -> None:
     for name, value in {**variables, "SLURMD_NODENAME": "n1"}.items():
         monkeypatch.setenv(name, value)
-    words = ["--folder", str(tmp_path), "--nodes", "n1", "--disk", str(tmp_path), "--gpus", asked_for]
-    monkeypatch.setattr(sys, "argv", ["probe.py", *words])
-    monkeypatch.setattr(probe, "cuda_problems", lambda _gpus: iter(()))
-    asked: list[Any] = []
-    monkeypatch.setattr(probe, "probe_node", lambda *arguments: asked.append(arguments[3]))
+    words = ["probe.py", "--folder=/x", "--nodes=n1", "--disk=/x", "--gpus", asked_for]
+    monkeypatch.setattr(sys, "argv", words)
+    node = Mock()
+    monkeypatch.setattr(probe, "probe_node", node)
     probe.main()
-    assert [needs.gpus for needs in asked] == [gpus]
+    assert node.call_args.args[3].gpus == gpus
 
 
 @pytest.mark.parametrize(("free_gb", "told"), [(0.5, "0.5 GB free, 1 needed"), (50.0, None)])

@@ -326,33 +326,28 @@ def test_a_signal_during_the_decision_does_not_stop_a_job_that_slurm_takes_back(
 
 
 def test_the_cause_comes_from_the_first_rank_that_failed(shell: Shell, tmp_path: Path) -> None:
+    """By the exit records, if there are any: a killed rank writes no last line. Else by the logs, at last by
+    the job's own."""
     texts = {
         "trainer-n1-0": "Traceback (most recent call last):\nConnectionError: peer closed\n",
         "trainer-n2-1": "step 3\nTraceback (most recent call last):\ntorch.OutOfMemoryError: 80 GB\n  note\n",
-        "trainer-n3-2": "step 3\n",
+        "trainer-n3-2": "step 3\nerror: rank 2 on n3 was killed by SIGKILL\n",
     }
-    for age, (name, text) in zip((10, 20, 30), texts.items(), strict=True):
+    (tmp_path / "ended").mkdir()
+    assert shell("bapo_first_failure").stdout == ""
+    for age, (name, text) in zip((10, 20, 5), texts.items(), strict=True):
         path = tmp_path / f"{name}.log"
         path.write_text(text)
         os.utime(path, (1e9 - age, 1e9 - age))
     assert shell("bapo_cause").stdout.strip() == "torch.OutOfMemoryError: 80 GB (trainer-n2-1.log)"
-    for path in tmp_path.glob("trainer-*"):
-        path.unlink()
-    (tmp_path / "job.log").write_text("srun: error: n2: task 1: Killed\nsrun: bye\n")
-    assert shell("bapo_cause").stdout.strip() == "srun: error: n2: task 1: Killed"
-
-
-def test_the_first_failure_is_the_earliest_exit_record(shell: Shell, tmp_path: Path) -> None:
-    """The time of a log says nothing: a killed rank writes no last line."""
-    (tmp_path / "ended").mkdir()
-    assert shell("bapo_first_failure").stdout == ""
-    for rank, code, age in ((0, 1, 10), (1, 137, 20), (2, 85, 30), (3, 0, 40)):
+    for rank, code, age in ((0, 1, 10), (2, 137, 20), (1, 85, 30), (3, 0, 40)):
         path = tmp_path / f"ended/{rank}"
         path.write_text(f"{code}\n")
         os.utime(path, (1e9 - age, 1e9 - age))
-    assert shell("bapo_first_failure").stdout == "1 137\n"
-    (tmp_path / "trainer-n1-0.log").write_text("ConnectionError: peer closed\n")
-    (tmp_path / "trainer-n2-1.log").write_text("step 3\nerror: rank 1 on n2 was killed by SIGKILL\n")
-    os.utime(tmp_path / "trainer-n1-0.log", (1e9, 1e9))
-    expected = "error: rank 1 on n2 was killed by SIGKILL (trainer-n2-1.log)"
-    assert shell("bapo_cause").stdout.strip() == expected
+    assert shell("bapo_first_failure").stdout == "2 137\n"
+    said = "error: rank 2 on n3 was killed by SIGKILL (trainer-n3-2.log)"
+    assert shell("bapo_cause").stdout.strip() == said
+    for path in (*tmp_path.glob("trainer-*"), *tmp_path.glob("ended/*")):
+        path.unlink()
+    (tmp_path / "job.log").write_text("srun: error: n2: task 1: Killed\nsrun: bye\n")
+    assert shell("bapo_cause").stdout.strip() == "srun: error: n2: task 1: Killed"

@@ -74,17 +74,6 @@ def test_an_arm_takes_every_prompt_that_was_prepared(small: bool, options: GpuSt
         assert all(f"--max-prompt-tokens={limit}" in command for command in prepare_commands(chosen))
 
 
-def test_held_out_problems_are_made_first(options: GpuStudyOptions) -> None:
-    held_out, train = prepare_commands(options)
-    assert held_out[:2] == train[:2] == ["data", "prepare"]
-    assert "--against" not in held_out
-    assert train[train.index("--against") + 1] == str(options.files[1])
-    gsm8k = prepare_commands(replace(options, data="openai/gsm8k"))
-    assert [command[2] for command in gsm8k] == ["openai/gsm8k:main"] * 2
-    assert configured(make_arms(replace(options, data="openai/gsm8k"))[0]).reward.function == "math"
-    assert prepare_commands(replace(options, train=Path("a"), held_out=Path("b"))) == []
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

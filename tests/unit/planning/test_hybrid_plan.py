@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bapo_megatron.config import ParallelConfig, RolloutConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import ModelShape, attention_flops, linear_flops_per_token, read_model_shape
+from bapo_megatron.hf.config import ModelShape, attention_flops, linear_flops_per_token
 from bapo_megatron.layers import Block
 from bapo_megatron.layers.attention import Attention, GatedAttention
 from bapo_megatron.layers.costs import Place
 from bapo_megatron.layers.delta_net import DeltaNet
 from bapo_megatron.layers.mlp import Mlp
-from bapo_megatron.planning.engine_states import state_cache
 from bapo_megatron.planning.engines import engine_plan
 from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.memory import block_bytes, stage_memory
@@ -27,7 +26,6 @@ from bapo_megatron.planning.traffic import update_traffic
 from bapo_megatron.policy.layout import stage_kinds
 from tests.support.planned_jobs import SMALL, job
 
-SHAPES = Path(__file__).parents[3] / "recipes/shapes"
 DELTA = DeltaNet(key_heads=2, value_heads=4, key_dim=2, value_dim=4, kernel=4)
 GATED = GatedAttention(heads=4, kv_heads=2, head_dim=2, qk_norm=True, rotated=2)
 MLP = Mlp(16)
@@ -36,30 +34,6 @@ HYBRID: ModelShape = replace(
 )
 ONE = ParallelConfig()
 HALVED = ParallelConfig(tensor=2, sequence=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        # A layer of Gated DeltaNet: h (2 x 2048 + 2 x 6144 + 2 x 48) projections, 4 x 10240 convolution,
-        # 2 x 48 + 128, 6144 h, norms 2 h, MLP 3 h 17408. Of attention: h (2 x 6144 + 2 x 1024), 6144 h,
-        # 2 x 256. 48 of the former, 16 of the latter; embedding and output 2 x 248320 h, final norm h.
-        (
-            "Qwen3.8-27B",
-            48 * (5120 * (4096 + 12288 + 96 + 6144 + 2 + 3 * 17408) + 4 * 10240 + 96 + 128)
-            + 16 * (5120 * (12288 + 2048 + 6144 + 2 + 3 * 17408) + 512)
-            + 5120 * (2 * 248320 + 1),
-        ),
-        (
-            "Qwen3.5-4B",
-            24 * (2560 * (4096 + 8192 + 64 + 4096 + 2 + 3 * 9216) + 4 * 8192 + 64 + 128)
-            + 8 * (2560 * (8192 + 2048 + 4096 + 2 + 3 * 9216) + 512)
-            + 2560 * (248320 + 1),
-        ),
-    ],
-)
-def test_the_published_models_by_hand(name: str, parameters: int) -> None:
-    assert total_parameters(read_model_shape(SHAPES / name)) == parameters
 
 
 def test_flops_by_hand() -> None:
@@ -152,15 +126,17 @@ def served(memory: float = 0.0, **sglang: object) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("flags", "slots", "requests"),
+    ("sglang", "slots", "requests"),
     [
-        ((), 17, 3),  # 19 times the memory of 2 x a state: 0.9 of 1.9 are 18, less SGLang's own
-        (("--max-mamba-cache-size=4", "--max-mamba-cache-size", "20"), 20, 4),  # argparse takes the last
-        (("--max-mamba-cache-size=4", "--disable-radix-cache"), 4, 4),
+        ({}, 17, 3),  # 19 times the memory of 2 x a state: 0.9 of 1.9 are 18, less SGLang's own
+        ({"on_update": "in_place"}, 17, 17),  # no states of prefixes are kept
+        # argparse takes the last
+        ({"flags": ("--max-mamba-cache-size=4", "--max-mamba-cache-size", "20")}, 20, 4),
+        ({"flags": ("--max-mamba-cache-size=4", "--disable-radix-cache")}, 4, 4),
     ],
 )
-def test_states_limit_the_requests_of_an_engine(flags: tuple[str, ...], slots: int, requests: int) -> None:
-    one = served(38 * STATE + 1, flags=flags)
+def test_states_limit_the_requests_of_an_engine(sglang: dict[str, Any], slots: int, requests: int) -> None:
+    one = served(38 * STATE + 1, **sglang)
     found = engine_plan(one)
     assert found.states is not None
     assert (found.states.per_sequence, found.states.slots, found.states.requests) == (STATE, slots, requests)
@@ -173,13 +149,6 @@ def test_states_limit_the_requests_of_an_engine(flags: tuple[str, ...], slots: i
     assert found.tokens_per_second == pytest.approx(found.running * 0.6 * 3350e9 / step)
     warning = f"for which it needs --max-mamba-cache-size={8 * found.states.per_request}"
     assert (warning in plan_text(make_plan(one), [], [])) == (requests < 8)
-
-
-def test_servers_that_continue_in_place_keep_no_states_of_prefixes() -> None:
-    one = served(38 * STATE + 1, on_update="in_place")
-    found = state_cache(one, 38 * STATE + 1)
-    assert found is not None
-    assert (found.slots, found.requests) == (17, 17)
 
 
 def test_an_engine_without_room_for_the_states_of_a_request_does_not_fit() -> None:

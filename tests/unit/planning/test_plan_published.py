@@ -6,7 +6,6 @@ import itertools
 import re
 import shlex
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,21 +16,11 @@ from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.planning.advice import problems
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape
 from bapo_megatron.planning.plan import duration, make_plan
-from bapo_megatron.planning.sizes import total_parameters
 from tests.support.pages import ROOT
 from tests.support.published_runs import (
     FACTOR,
-    LLAMA_8B,
-    QWEN3_8B,
-    QWEN3_32B,
-    QWEN25_7B,
-    QWEN25_32B,
-    QWEN25_72B,
-    STANDS_FOR_27B,
     Figure,
-    busiest,
     figures,
-    miles,
 )
 
 FIGURES = figures()
@@ -49,41 +38,6 @@ def test_the_table_of_the_page_is_this_one() -> None:
     """When they change: `python -m tests.support.published_runs`."""
     page = (ROOT / "benchmarks/results/published_runs.md").read_text()
     assert "\n".join(one.row for one in FIGURES) in page
-
-
-@pytest.mark.parametrize(
-    ("shape", "billions"),
-    [
-        (QWEN3_8B, 8.19),
-        (QWEN3_32B, 32.76),
-        (QWEN25_7B, 7.62),
-        (QWEN25_32B, 32.76),
-        (QWEN25_72B, 72.7),
-        (LLAMA_8B, 8.03),
-        (STANDS_FOR_27B, 26.7),
-    ],
-)
-def test_the_shapes_have_the_published_sizes(shape: object, billions: float) -> None:
-    assert total_parameters(shape) / 1e9 == pytest.approx(billions, abs=0.05)  # type: ignore[arg-type]
-
-
-def test_the_run_of_miles_is_the_published_one() -> None:
-    """A third of the responses cut at a mean of 4,585 of 8,192; 1,855 tokens/s with 39 on an engine."""
-    plan = miles(1.0)
-    assert plan.engines.cut_share == pytest.approx(0.33, abs=0.01)
-    assert plan.engines.count == 8
-    options, job = plan.job.options, plan.job
-    bandwidth = options.engine_bandwidth * job.gpu.memory_bandwidth
-    present = job.mean_prompt + job.lengths.running_mean
-    step = (plan.engines.weights + 39 * present * plan.engines.cache_per_token) / bandwidth
-    assert 39 / step == pytest.approx(1855, rel=0.15)
-
-
-def test_groups_of_the_busiest_engine_by_counting_all_ways() -> None:
-    """Four groups on three engines, 81 ways."""
-    loads = [max(way.count(engine) for engine in range(3)) for way in product(range(3), repeat=4)]
-    assert busiest(4, 3) == pytest.approx(sum(loads) / 81 * 3 / 4)
-    assert busiest(1, 1) == 1
 
 
 _PREFIXES = ("--parallel.", "--batch.")

@@ -24,7 +24,7 @@ from bapo_megatron.planning.plan import make_plan, summary
 from bapo_megatron.planning.speed import handover_estimate, host_update, reference_seconds, speed
 from bapo_megatron.planning.traffic import Sync, forward_passes, known_passes, update_traffic
 from tests.support.altered import altered
-from tests.support.planned_jobs import BIG, ON_HOST, ONE, SMALL, colocated, job, planned
+from tests.support.planned_jobs import BIG, ON_HOST, SMALL, colocated, job, planned
 
 
 def test_flops_by_hand() -> None:
@@ -33,12 +33,6 @@ def test_flops_by_hand() -> None:
     # 4 layers x 4 heads x 2 wide x 2 products x 2 FLOPs x 10 x 10 / 2 causal pairs
     assert attention_flops(SMALL, 10) == 4 * 4 * 2 * 2 * 2 * 50
     assert attention_weight(SMALL) == pytest.approx(64 / 5120)
-
-
-def test_pipeline_idles_less_when_interleaved() -> None:
-    assert slots(ONE, 8) == 8
-    assert slots(ParallelConfig(pipeline=4), 8) == 11
-    assert slots(ParallelConfig(pipeline=4, virtual=3), 8) == 9
 
 
 def test_the_time_of_a_step_on_the_host_by_hand() -> None:
@@ -75,7 +69,6 @@ def test_traffic_by_hand() -> None:
         ((), ("NVLink", "network", "network")),
         # Groups of 6 ranks: the second one has two GPUs of the first node and four of the next.
         (("tensor=2", "context=3", "data=4"), ("NVLink", "network", "network")),
-        (("tensor=2", "context=3"), ("NVLink", "NVLink", "NVLink")),
         (("tensor=4", "context=2"), ("NVLink", "NVLink", "NVLink")),
     ],
 )
@@ -103,53 +96,42 @@ def test_speed_adds_up() -> None:
         assert found.idle == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "passes"),
-    [
-        (AlgorithmConfig(balanced()), 1),
-        (AlgorithmConfig(grpo()), 0),
-        (AlgorithmConfig(balanced(), old_log_probs="trainer"), 2),
-        (AlgorithmConfig(grpo(), old_log_probs="trainer", reuse_epochs=4, updates_per_epoch=3), 0.25),
-        (AlgorithmConfig(grpo(), corrections=CorrectionsConfig(off_policy_delta=0.1)), 1),
-        (AlgorithmConfig(balanced(), corrections=CorrectionsConfig(off_policy_delta=0.1)), 2),
-        (AlgorithmConfig(loss="sapo"), 0),
-        (AlgorithmConfig(loss="gspo"), 1),
-        (AlgorithmConfig(loss="not_on_this_machine:Loss"), 1),
-        (AlgorithmConfig(replace(paper(), bounds_tokens=None)), 0),
-    ],
-)
-def test_forward_only_passes_of_an_update(algorithm: AlgorithmConfig, passes: float) -> None:
-    """pi_old takes a pass over the step's tokens, which four epochs train on: a quarter for each."""
-    assert forward_passes(altered(job(), {"run.algorithm": algorithm})) == passes
+MASKED = CorrectionsConfig(off_policy_delta=0.1)
+BY_TRAINER = AlgorithmConfig(balanced(), old_log_probs="trainer")
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "staleness", "passes"),
+    ("algorithm", "staleness", "passes", "known"),
     [
-        (AlgorithmConfig(balanced()), 0, 1),
-        (AlgorithmConfig(balanced()), 1, 0),
-        (AlgorithmConfig(balanced(), known_ratio=False), 0, 0),
-        (AlgorithmConfig(balanced(), old_log_probs="trainer"), 1, 1),
-        (AlgorithmConfig(balanced(), polarity=PolarityConfig(enabled=True)), 0, 0),
-        (AlgorithmConfig(grpo()), 0, 0),
-        (AlgorithmConfig(grpo(), corrections=CorrectionsConfig(off_policy_delta=0.1)), 0, 1),
-        (AlgorithmConfig(balanced(), corrections=CorrectionsConfig(off_policy_delta=0.1)), 0, 2),
-        (AlgorithmConfig(loss="gspo"), 0, 0),  # between engine and trainer there is a ratio, too
-        (AlgorithmConfig(loss="gspo", old_log_probs="trainer"), 0, 1),
-        (AlgorithmConfig(loss="not_on_this_machine:Loss"), 0, 0),
+        (AlgorithmConfig(balanced()), 0, 1, 1),
+        (AlgorithmConfig(balanced()), 1, 1, 0),
+        (AlgorithmConfig(balanced(), known_ratio=False), 0, 1, 0),
+        (AlgorithmConfig(balanced(), polarity=PolarityConfig(enabled=True)), 0, 1, 0),
+        (AlgorithmConfig(grpo()), 0, 0, 0),
+        (AlgorithmConfig(replace(paper(), bounds_tokens=None)), 0, 0, 0),
+        (BY_TRAINER, 1, 2, 1),
+        # pi_old takes a pass over the step's tokens, which four epochs train on: a quarter for each
+        (replace(BY_TRAINER, bounds=grpo(), reuse_epochs=4, updates_per_epoch=3), 0, 0.25, 0),
+        (AlgorithmConfig(grpo(), corrections=MASKED), 0, 1, 1),
+        (AlgorithmConfig(balanced(), corrections=MASKED), 0, 2, 2),
+        (AlgorithmConfig(loss="sapo"), 0, 0, 0),
+        (AlgorithmConfig(loss="gspo"), 0, 1, 0),  # between engine and trainer there is a ratio, too
+        (AlgorithmConfig(loss="gspo", old_log_probs="trainer"), 0, 2, 1),
+        (AlgorithmConfig(loss="not_on_this_machine:Loss"), 0, 1, 0),
     ],
 )
-def test_the_first_update_of_a_step_knows_its_ratios(
-    algorithm: AlgorithmConfig, staleness: int, passes: int
+def test_forward_only_passes_of_an_update_and_those_that_a_steps_first_skips(
+    algorithm: AlgorithmConfig, staleness: int, passes: float, known: int
 ) -> None:
     """A step of one update takes no forward-only pass where the ratios are known; one of four takes three."""
     one = altered(job(), {"run.algorithm": algorithm, "run.rollout.max_staleness": staleness})
-    for updates in (1, 4):
-        plan = make_plan(altered(one, {"run.algorithm.reuse_epochs": updates}))
-        assert known_passes(plan.job) == passes
-        once = plan.speed.forward_seconds / forward_passes(plan.job) if passes else 0
-        assert plan.train_seconds == pytest.approx(updates * plan.speed.update_seconds - passes * once)
-        assert ("the first" in plan_text(plan, [], [])) == bool(passes)
+    assert (forward_passes(one), known_passes(one)) == (passes, known)
+    for epochs in (1, 4):
+        plan = make_plan(altered(one, {"run.algorithm.reuse_epochs": epochs}))
+        once = plan.speed.forward_seconds / forward_passes(plan.job) if known else 0
+        updates = epochs * algorithm.updates_per_epoch
+        assert plan.train_seconds == pytest.approx(updates * plan.speed.update_seconds - known * once)
+        assert ("the first" in plan_text(plan, [], [])) == bool(known)
 
 
 def test_replicas_without_a_full_pack_idle() -> None:
@@ -179,12 +161,13 @@ def test_attention_is_that_of_the_assumed_lengths(mean: int, spread: float) -> N
 
 
 def test_pipeline_speed() -> None:
-    """Two stages, 8 packs: 9 slots of the last stage, which has the output layer."""
+    """Two stages, 8 packs: 9 slots of the last stage, which has the output layer; fewer if interleaved."""
     found = speed(job(ParallelConfig(pipeline=2)))
     attention = attention_flops(SMALL, 16) / 16 / 2
     body = 2 * 4 * 576 / 2
     slot = 16 * ((body * 4 + 4 * 512) / 0.3 + attention * 4.5 / 0.5) / 989e12
     assert found.update_seconds == pytest.approx(9 * slot)
+    assert slots(ParallelConfig(pipeline=4, virtual=3), 8) == 8 + 3 / 3
 
 
 def test_cache_by_hand() -> None:

@@ -79,24 +79,20 @@ def test_every_loss_and_every_preset_is_planned_without_torch(tmp_path: Path) ->
     assert ended.stderr.count("algorithm.loss_settings are not checked: torch is not installed here") == 1
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_what_is_known_of_a_loss_without_torch_is_what_its_class_says(name: str) -> None:
-    algorithm = AlgorithmConfig(loss=name)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *(AlgorithmConfig(loss=name) for name in sorted(LOSSES)),
+        *(AlgorithmConfig(bounds=preset) for preset in PRESETS.values()),
+    ],
+)
+def test_what_is_known_of_a_loss_without_torch_is_what_its_class_says(algorithm: AlgorithmConfig) -> None:
     search = build_loss(algorithm).search
-    assert LOSSES[name].bounds == load_loss(name).bounds  # type: ignore[attr-defined]
+    assert LOSSES[algorithm.loss].bounds == load_loss(algorithm.loss).bounds  # type: ignore[attr-defined]
     assert measures_ratio(algorithm) == (search is not None and search.is_ratio)
     assert searches_update(algorithm) == (
         search is not None and search.known is None and search.scope == "update"
     )
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_search_of_a_preset_is_known_without_torch(preset: str) -> None:
-    algorithm = AlgorithmConfig(bounds=PRESETS[preset])
-    search = build_loss(algorithm).search
-    assert search is not None
-    assert not measures_ratio(algorithm)
-    assert searches_update(algorithm) == (search.known is None and search.scope == "update")
 
 
 def planned(lines: list[str]) -> subprocess.CompletedProcess[str]:

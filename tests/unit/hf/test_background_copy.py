@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bapo_megatron.hf import weight_stream
-from bapo_megatron.hf.weight_stream import BackgroundCopy, weights_of_writer, write_shards
+from bapo_megatron.hf.weight_stream import BackgroundCopy, write_shards
 
 
 class Kept:
@@ -102,9 +102,3 @@ def test_an_error_of_the_caller_leaves_no_whole_file(tmp_path: Path) -> None:
     [file] = tmp_path.iterdir()
     with pytest.raises(Exception, match=r"(?i)header"):
         load_file(file)
-
-
-def test_each_tensor_has_one_writer_and_shares_are_even() -> None:
-    weights = [(name, torch.zeros(size)) for name, size in zip("abcd", (4, 3, 3, 2), strict=True)]
-    shares = [[name for name, _ in weights_of_writer(weights, writer, 2)] for writer in range(2)]
-    assert shares == [["a", "d"], ["b", "c"]]  # 4 | 3, 3+3 | then 4 is less: 4+2

@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import linear_flops_per_token, model_shape, read_model_shape
+from bapo_megatron.hf.config import model_shape, read_model_shape
 from bapo_megatron.hf.parameter_map import (
-    canonical_name,
-    checkpoint_keys,
     expert_tensors,
     hf_tensors,
     mapping_table,
@@ -22,7 +20,7 @@ from bapo_megatron.hf.parameter_map import (
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.layers.mlp import Experts, SharedExperts
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
-from tests.support.checkpoint_models import config_of, save_changed
+from tests.support.checkpoint_models import config_of
 from tests.support.cluster_recipes import FOLDER
 from tests.support.models import EXPERTS, SingleWriter, save_tiny_model, tiny_model
 
@@ -50,49 +48,11 @@ def test_the_names_of_the_hub_and_of_transformers_5_are_read() -> None:
     assert model_shape({**config, "norm_topk_prob": True}, "here").experts.normalized  # type: ignore[union-attr]
 
 
-def test_the_flops_are_those_of_a_tokens_experts() -> None:
-    """Per layer: q, k, v, o 2 x 48 x 24 x (8 + 4), two of five experts 3 x 48 x 24 each, router 48 x 5."""
-    per_layer = 2 * 48 * 24 * 12 + 2 * 3 * 48 * 24 + 48 * 5
-    assert linear_flops_per_token(model_shape(config_of(EXPERTS), "here")) == 2 * (3 * per_layer + 48 * 101)
-
-
 def test_the_flops_of_a_shared_expert_are_those_of_its_matrices() -> None:
     """Gate, up and down of 3 x 48 x 32, and the row that gates its output; the rest is as without it."""
     sizes = {"count": 5, "per_token": 2, "ffn": 24, "normalized": True}
     own, without = SharedExperts(**sizes, shared=32).flops(48), Experts(**sizes).flops(48)
     assert own == replace(without, linear=2 * (3 * 48 * 32 + 48), selective=2 * (3 * 48 * 32 + 48))
-
-
-@pytest.mark.parametrize("name", ["local_experts.1.linear_fc2.weight", "linear_fc2.weight1"])
-def test_a_ranks_experts_are_counted_from_its_first(name: str) -> None:
-    """Megatron's SequentialMLP and Transformer Engine's grouped layer count from 0 on each rank of EP."""
-    found = canonical_name(f"decoder.layers.2.mlp.experts.{name}", first_layer=4, first_expert=6)
-    assert found == ("decoder.layers.{layer}.mlp.experts.7.linear_fc2.weight", 6)
-
-
-def test_all_experts_share_a_key_and_the_norm_before_them_keeps_its_name() -> None:
-    layer = "decoder.layers.{layer}."
-    [block] = model_shape(config_of(EXPERTS), "here").blocks
-    experts = {checkpoint_keys(f"{layer}mlp.experts.{i}.linear_fc1.weight", block) for i in (0, 11)}
-    assert experts == {("decoder.layers.mlp.experts.experts.linear_fc1.weight",)}
-    norm = f"{layer}pre_mlp_layernorm.weight"
-    own, of_others = checkpoint_keys(norm, block)
-    assert own == "decoder.layers.pre_mlp_layernorm.weight"
-    assert of_others == "decoder.layers.mlp.linear_fc1.layer_norm_weight"
-
-
-def test_a_fused_tensor_is_cut_into_experts() -> None:
-    found = expert_tensors("model.layers.3.mlp.experts.gate_up_proj", (2, 6, 4))
-    assert found == {
-        "model.layers.3.mlp.experts.0.gate_proj.weight": (0, slice(0, 3)),
-        "model.layers.3.mlp.experts.0.up_proj.weight": (0, slice(3, 6)),
-        "model.layers.3.mlp.experts.1.gate_proj.weight": (1, slice(0, 3)),
-        "model.layers.3.mlp.experts.1.up_proj.weight": (1, slice(3, 6)),
-    }
-    assert expert_tensors("model.layers.3.mlp.experts.down_proj", (2, 4, 3)).keys() == {
-        f"model.layers.3.mlp.experts.{expert}.down_proj.weight" for expert in (0, 1)
-    }
-    assert expert_tensors("model.layers.3.mlp.down_proj.weight", (4, 3)) == {}
 
 
 def test_a_fused_folder_reads_as_the_plain_one(folder: Path, fused: Path) -> None:
@@ -106,12 +66,6 @@ def test_a_fused_folder_reads_as_the_plain_one(folder: Path, fused: Path) -> Non
             assert other.shape(name) == plain.shape(name)
     up = "model.layers.1.mlp.experts.5.up_proj.weight"
     assert torch.equal(other.read(up, slice(3, 7), slice(2, 5)), plain.read(up)[3:7, 2:5])
-
-
-def test_a_fused_folder_without_one_layers_experts_is_refused(fused: Path, tmp_path: Path) -> None:
-    lacking = save_changed(fused, tmp_path / "lacking", **{"model.layers.1.mlp.experts.down_proj": None})
-    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts\.0\.down_proj\.weight is missing"):
-        HfReader(lacking).check(read_model_shape(lacking))
 
 
 def test_sglang_is_not_given_a_fused_folder(folder: Path, fused: Path) -> None:

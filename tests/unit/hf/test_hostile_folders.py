@@ -8,8 +8,7 @@ import json
 import os
 import re
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,8 +31,7 @@ from bapo_megatron.rollout.engines.requests import stop_token_ids
 from bapo_megatron.rollout.sampler.process import _record_event
 from bapo_megatron.runtime.files import check_files_inside, file_below, file_inside
 from checkpoints_tools import cli, to_hf, to_megatron
-from checkpoints_tools.formats.distcp import check_backends
-from checkpoints_tools.formats.locate import Format, Location, hf_reference, locate
+from checkpoints_tools.formats.locate import locate
 from tests.support.checkpoint_models import folder_bytes, save_random_model
 
 POLICY = Path(__file__).parents[2] / "fixtures/policy"
@@ -84,9 +82,6 @@ def _enormous(path: Path) -> None:
     os.truncate(path, 1 << 40)  # a hole
 
 
-BOUNDLESS = pytest.mark.parametrize("attack", [_fifo, _endless, _digits, _enormous])
-
-
 @pytest.mark.parametrize("attack", [_to_secret, _to_itself, _fifo])
 @pytest.mark.parametrize(
     ("name", "read"),
@@ -108,6 +103,22 @@ def test_links_outside_and_what_is_no_file(
     attack(path)
     with pytest.raises(CheckpointError, match=name):
         read(model)
+
+
+@pytest.mark.parametrize("attack", [_fifo, _endless, _digits, _enormous])
+def test_a_manifest_is_a_plain_file_of_bounded_size_and_names_files_below_it(
+    attack: Callable[[Path], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "step_000010/manifest.json"
+    path.parent.mkdir()
+    path.touch()
+    attack(path)
+    with pytest.raises(CheckpointError, match=path.name):
+        locate(path.parent)
+    assert "cannot be read" in str(manifest_of(path.parent)[1])
+    for name in ("../secret", "/etc/passwd", "policy/../../secret"):
+        with pytest.raises(CheckpointError, match="not a file below"):
+            file_below(path.parent, name)
 
 
 def test_a_folder_of_templates_is_no_way_out(model: Path) -> None:
@@ -137,10 +148,8 @@ def test_a_snapshot_of_the_hubs_cache_is_a_model(tmp_path: Path) -> None:
     to_hf(tmp_path / "megatron", tmp_path / "back")
     assert folder_bytes(tmp_path / "back") == folder_bytes(plain)
     assert model_digest(find_checkpoint(snapshot, "latest").folder) == model_digest(plain)
-    for link, target in (("link", snapshot), ("disk", "hub")):  # of a snapshot, and of the cache
-        (tmp_path / link).symlink_to(target)
-    for found in (tmp_path / "link", tmp_path / "disk" / snapshot.relative_to(tmp_path / "hub")):
-        assert read_model_shape(found) == read_model_shape(plain)
+    (tmp_path / "link").symlink_to(snapshot)
+    assert read_model_shape(tmp_path / "link") == read_model_shape(plain)
     farm = tmp_path / "farm"
     farm.mkdir()
     for path in snapshot.glob("*.*"):
@@ -152,50 +161,6 @@ def test_a_snapshot_of_the_hubs_cache_is_a_model(tmp_path: Path) -> None:
         read_model_shape(snapshot)
 
 
-@pytest.fixture
-def deadline() -> Iterator[None]:
-    """Ends a read that waits for a FIFO, long after a loaded machine would have ended one that does not."""
-
-    def over(*_: object) -> None:
-        raise TimeoutError("it waits")
-
-    before = signal.signal(signal.SIGALRM, over)
-    signal.alarm(120)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@BOUNDLESS
-@pytest.mark.parametrize(
-    ("name", "read"),
-    [
-        ("metadata.json", lambda path: check_backends(path.parent)),
-        ("step_000010/manifest.json", lambda path: locate(path.parent)),
-        ("checkpoints/step_000010/config.json", lambda path: hf_reference(checkpoint_in(path.parent), None)),
-    ],
-)
-def test_descriptions_are_plain_files_of_bounded_size(
-    name: str,
-    read: Callable[[Path], object],
-    attack: Callable[[Path], None],
-    tmp_path: Path,
-    deadline: None,
-) -> None:
-    path = tmp_path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    attack(path)
-    with pytest.raises(CheckpointError, match=re.escape(path.name)):
-        read(path)
-    if path.name == "manifest.json":
-        assert "cannot be read" in str(manifest_of(path.parent)[1])
-
-
-def checkpoint_in(folder: Path) -> Location:
-    return Location(folder / "policy", Format.TORCH_DIST, 10)
-
-
 def test_a_pointer_of_git_lfs_names_the_command_that_fetches_the_file(model: Path) -> None:
     """A clone without git-lfs; the library's own message speaks of a header that is too large."""
     [weights] = model.glob("*.safetensors")
@@ -204,36 +169,26 @@ def test_a_pointer_of_git_lfs_names_the_command_that_fetches_the_file(model: Pat
         HfReader(model)
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "policy/../../secret"])
-def test_a_manifest_names_files_below_it(name: str, model: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a file below"):
-        file_below(model, name)
-
-
 @pytest.mark.parametrize(
-    ("field", "value"),
+    "text",
     [
-        ("num_hidden_layers", 10**12),  # a table of that many names
-        ("num_hidden_layers", int("9" * 4000)),
-        ("rms_norm_eps", float("nan")),
-        ("model_type", ["qwen2"]),
-        ("model_type", "x" * 10**5),
+        '{"num_hidden_layers": 1000000000000, ',  # a table of that many names
+        '{"rms_norm_eps": NaN, ',
+        '{"model_type": ["qwen2"], ',
+        '{"model_type": "' + "x" * 10**5 + '", ',
+        *("[" * 200_000, "\xff\xfe", "[]", " " * (1 << 25)),
     ],
 )
-def test_odd_values_of_a_config_are_one_line(field: str, value: Any, model: Path) -> None:
+def test_odd_values_of_a_config_are_one_line(text: str, model: Path) -> None:
     path = model / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
-    with pytest.raises(ConfigError, match=re.escape(f"{path}: ")) as caught:
+    rest = json.loads(path.read_text())
+    if text.startswith("{"):
+        text += json.dumps({name: rest[name] for name in rest if name not in text})[1:]
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=re.escape(str(path))) as caught:
         read_model_shape(model)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500 + len(str(model))
-
-
-@pytest.mark.parametrize("text", [b"[" * 200_000, b"\xff\xfe", b"[]", b" " * (1 << 25)])
-def test_a_config_that_is_no_json_object_is_one_line(text: bytes, model: Path) -> None:
-    (model / "config.json").write_bytes(text)
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        read_model_shape(model)
 
 
 CODE = "from pathlib import Path\nPath(__file__).with_name('PROOF').touch()\nclass Evil: ...\n"
@@ -278,12 +233,8 @@ def test_weights_in_a_pickle_are_refused(model: Path) -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ raise_exception.__globals__.keys() }}",
         "{% set _ = messages.append(1) %}",
-        "{{ self.__init__.__globals__ }}",
-        "{{ '%s' | format(messages.__class__) | attr('__len__') }}{{ ''|attr('__class__') | attr('mro') }}",
     ],
 )
 def test_a_chat_template_stays_in_its_sandbox(template: str, model: Path) -> None:

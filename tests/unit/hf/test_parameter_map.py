@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,9 @@ from safetensors.torch import load_file
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, model_shape, read_model_shape
-from bapo_megatron.hf.parameter_map import canonical_name, hf_tensors, mapping_table
+from bapo_megatron.hf.parameter_map import hf_tensors, mapping_table
 from bapo_megatron.hf.reader import HfReader
-from bapo_megatron.layers import Mapping, RowSegment
 from bapo_megatron.policy.weight_map import shard, shard_parts, split, unshard
-from checkpoints_tools.formats.mp_rank import shard_blocks
 from tests.support.checkpoint_models import join, save_changed
 from tests.support.models import EXPERTS, FAMILIES, save_tiny_model
 from tests.unit.hf.test_config_fields import LLAMA3
@@ -81,12 +78,6 @@ def test_transformers_writes_exactly_the_tensors_of_the_table(family: str, tmp_p
     assert stored == hf_tensors(read_model_shape(folder))
 
 
-def test_transformer_engine_names_mean_the_same() -> None:
-    fused = canonical_name("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", 4)
-    plain = canonical_name("decoder.layers.1.input_layernorm.weight", 4)
-    assert fused == plain == ("decoder.layers.{layer}.input_layernorm.weight", 5)
-
-
 def test_an_output_layer_unlike_its_tied_embedding_is_refused(tmp_path: Path) -> None:
     """transformers computes with both, the policy would with the embedding alone."""
     model, folder = save_tiny_model("llama", tmp_path / "hf"), tmp_path / "copy"
@@ -99,15 +90,6 @@ def test_an_output_layer_unlike_its_tied_embedding_is_refused(tmp_path: Path) ->
             HfReader(folder).check(read_model_shape(folder))
 
 
-def test_a_config_without_a_field_names_it(tmp_path: Path) -> None:
-    folder = save_tiny_model("qwen2", tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    del config["intermediate_size"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="'intermediate_size' is missing"):
-        read_model_shape(folder)
-
-
 def test_old_and_new_rope_fields_mean_the_same() -> None:
     old = shape(rope_theta=5e5, rope_scaling=None)
     new = shape(
@@ -118,18 +100,3 @@ def test_old_and_new_rope_fields_mean_the_same() -> None:
     for left_out in ("rope_parameters", "rope_scaling"):
         assert shape(**{**both, left_out: None}) == shape(**both)
     assert shape(**both).rope_scaling == 8.0
-
-
-def test_parts_of_unequal_rows_are_cut_each_on_its_own() -> None:
-    """4 rows of one tensor over 2 of another: a rank has half of each, by every way to cut and join."""
-    mapping = Mapping(
-        ("a", "b"), ((4, 1), (2, 1)), (RowSegment(0, 0, 4), RowSegment(1, 0, 2)), tp_dim=0, sections=(4, 2)
-    )
-    whole = torch.tensor([[1], [2], [3], [4], [5], [6]])
-    pieces = [shard(mapping, whole, rank, 2) for rank in range(2)]
-    assert [piece.flatten().tolist() for piece in pieces] == [[1, 2, 5], [3, 4, 6]]
-    assert torch.equal(unshard(mapping, pieces), whole)
-    parts = [(part.source, part.rows.start, part.rows.stop) for part in shard_parts(mapping, 1, 2)]
-    assert parts == [(0, 2, 4), (1, 1, 2)]
-    blocks = shard_blocks(mapping, (3, 1), 1, Path("file"), 100, "F32")
-    assert [(block.row, block.rows, block.position) for block in blocks] == [(2, 2, 100), (5, 1, 108)]

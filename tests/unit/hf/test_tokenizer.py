@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf import tokenizer as hf_tokenizer
 from bapo_megatron.hf.tokenizer import load_tokenizer
 
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -58,16 +56,6 @@ def test_texts_are_split_as_the_file_says(split: str, family: str, kind: str | N
     messages = [{"role": "user", "content": TEXT}]
     assert loaded.apply_chat_template(messages, return_dict=False) == wanted
     assert loaded.decode([*wanted, loaded.eos_token_id], skip_special_tokens=True) == TEXT
-
-
-def test_a_tokenizer_that_cannot_be_loaded_as_its_file_says_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No class of transformers does so today: the comparison is made to fail."""
-    save_tokenizer(tmp_path, THREE_DIGITS, None, "qwen2")
-    monkeypatch.setattr(hf_tokenizer, "_splits_as_its_file", lambda *_: False)
-    with pytest.raises(ConfigError, match="splits texts otherwise than its tokenizer.json says"):
-        load_tokenizer(tmp_path)
 
 
 def test_a_template_that_writes_the_date_writes_the_same_every_day(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 KINDS = "tests/distributed/test_kinds_of_layers.py::test_layout_agrees_with_one_process"
 SUITES = {
     "layouts": [
-        "tests/unit/policy/test_megatron_versions.py",
         "tests/unit/policy/test_layers.py",
         "tests/unit/policy/test_delta_net.py",
         *(

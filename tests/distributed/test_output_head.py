@@ -54,7 +54,7 @@ def split_states(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return torch.eye(6), weight, torch.multinomial(weight.t().softmax(1), 1, generator=generator)[:, 0]
 
 
-SPLITS = {49_152: (2, 3, 4), 151_936: (2, 4)}
+SPLITS = {49_152: (1, 2, 3, 4), 151_936: (2, 4)}
 """Sizes of real vocabularies, and the TP sizes that divide them."""
 
 

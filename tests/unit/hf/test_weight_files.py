@@ -63,17 +63,6 @@ def test_a_file_that_the_index_does_not_name_is_not_the_model(
     )
 
 
-def test_the_embedded_engine_samples_and_takes_weights_beside_other_files(
-    folder: Path, tmp_path: Path
-) -> None:
-    add_others(folder)
-    model = LocalModel(folder, 1)
-    weights = dict(_weights_in(folder))
-    staged = SingleWriter(tmp_path / "weights", folder).write(weights.items(), 1)
-    model.commit(model.stage(_weights_in(staged)), 1)
-    assert model.weight_version == 1
-
-
 @pytest.mark.parametrize("read", [*READERS.values(), lambda folder: LocalModel(folder, 1), "check"])
 def test_a_tensor_that_the_index_leaves_out_is_refused_by_all(read: Any, folder: Path) -> None:
     """Libraries would load it: transformers does not tie an output layer that a file holds."""
@@ -108,17 +97,3 @@ def test_files_of_other_names_without_an_index_are_no_model(
         AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True)
     with pytest.raises(ConfigError, match="holds neither model.safetensors nor"):
         read(folder)
-
-
-def test_a_hand_over_names_all_of_its_files(folder: Path, tmp_path: Path) -> None:
-    staging, files = SingleWriter(tmp_path / "weights", folder), {}
-    staging.prepare(1)
-    for writer in (0, 1):
-        files |= staging.write_share(_weights_in(folder), 1, writer, 2)
-    staging.publish(1, files)
-    written = staging.folder(1)
-    assert weight_files(written) == sorted(written.glob("*.safetensors"))
-    assert len(files) == 2
-    assert left_out_text(written) is None
-    assert HfReader(written).names == HfReader(folder).names
-    assert AutoModelForCausalLM.from_pretrained(written, output_loading_info=True)[1]["missing_keys"] == set()

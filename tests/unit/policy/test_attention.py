@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import types
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -142,18 +141,12 @@ class Model:
     """What the counters read of the model's configuration."""
 
     num_layers = 2
-
-    def __init__(self, experts: int | None = 4) -> None:
-        self.num_moe_experts = experts
-
-
-def counters_of(pack: MicroBatch, config: Any) -> RouterCounters | None:
-    return RouterCounters.of([pack], 0, config, torch.device("cpu"))
+    num_moe_experts = 4
 
 
 @pytest.fixture
 def counters() -> RouterCounters:
-    found = counters_of(MicroBatch.of((0, 4)), Model())
+    found = RouterCounters.of([MicroBatch.of((0, 4))], 0, cast(Any, Model()), torch.device("cpu"))
     assert found is not None
     return found
 
@@ -213,23 +206,3 @@ def test_replayed_routes_are_the_load(counters: RouterCounters, replays: bool) -
     assert load_LC[2, :5].tolist() == [*load, 3]
     assert float(load_LC[2, 5]) == pytest.approx(3 * ENTROPY, rel=1e-6)
     assert counters.counts.tolist() == [3, 2, 3, 2]  # the padding here has a route, which no pack's has
-
-
-def test_a_dense_model_has_no_tally_and_a_vector_is_split() -> None:
-    assert counters_of(MicroBatch.of((0, 4)), Model(None)) is None
-    pack = MicroBatch.of((0, 4))
-    without = counters_of(pack, Model())
-    assert without is not None
-    vector = torch.arange(2 + 7 + 12.0)
-    loss, routes, load = without.split(vector)
-    assert (loss.tolist(), routes, load.shape) == ([0, 1], None, (2, 6))
-    assert load[0, 0] == 9
-    without.counts.add_(1)
-    without.totals.add_(2)
-    without.load_LC[1, 5] = 3
-    assert without.sums.tolist() == [2] * 3 + [1] * 4 + [0] * 11 + [3]
-    with_routes = counters_of(replace(pack, route_TLK=torch.zeros(4, 2, 2, dtype=torch.uint8)), Model())
-    assert with_routes is not None
-    found = with_routes.split(vector)[1]
-    assert found is not None
-    assert found.tolist() == [2, 3, 4, 5, 6, 7, 8]

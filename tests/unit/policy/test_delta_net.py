@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from bapo_megatron.layers.delta_net import DeltaNet
-from bapo_megatron.policy.delta_net import GatedNorm, chunked_rule, gated_delta_rule
+from bapo_megatron.policy.delta_net import chunked_rule, gated_delta_rule
 from bapo_megatron.policy.layers import RMSNorm
-from bapo_megatron.policy.positions import Rotary, rotate
 
 KIND = DeltaNet(key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=4)
 CHANNELS = 2 * KIND.keys + KIND.values
-BOUNDS = (0, 1, 8, 20, 93, 233, 236)
+BOUNDS = (0, 1, 8, 72, 145, 285, 288)
 
 
 def recurrence(
@@ -51,20 +50,6 @@ def alone(x: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, weight: torch.Te
     return recurrence(*heads, g, beta).flatten(1)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 64, 65, 200])
-def test_chunks_agree_with_the_recurrence_and_its_five_gradients(tokens: int) -> None:
-    x, g, beta, _ = inputs(tokens)
-    q, k, v = x.split([KIND.keys, KIND.keys, KIND.values], -1)
-    heads = [part.unflatten(-1, (-1, width)) for part, width in ((q, 6), (k, 6), (v, 5))]
-    ours, theirs = ([part.clone().requires_grad_() for part in (*heads, g, beta)] for _ in range(2))
-    found, expected = gated_delta_rule(*(part[None] for part in ours))[0], recurrence(*theirs)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
-    found.square().sum().backward()
-    expected.square().sum().backward()
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-11, atol=1e-12)
-
-
 def test_float32_is_as_exact_as_transformers() -> None:
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
@@ -93,36 +78,6 @@ def test_a_pack_is_its_documents_with_all_gradients() -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-11, atol=1e-12)
 
 
-def test_a_documents_result_does_not_depend_on_its_neighbours() -> None:
-    """Not on NaN in them, not on their order, and not on what follows in the document itself."""
-    *columns, weight = inputs(BOUNDS[-1])
-    whole = chunked_rule(*columns, weight, KIND, BOUNDS)
-    first, last = 20, 93
-    poisoned = [part.clone() for part in columns]
-    for part in poisoned:
-        part[:first], part[last:] = torch.nan, torch.nan
-    own = chunked_rule(*poisoned, weight, KIND, BOUNDS)[first:last]
-    assert torch.equal(own, whole[first:last])
-    moved = [torch.cat([part[first:last], part[:first], part[last:]]) for part in columns]
-    lengths = [last - first, *(b - a for a, b in pairwise(BOUNDS) if a != first)]
-    bounds = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
-    torch.testing.assert_close(
-        chunked_rule(*moved, weight, KIND, bounds)[: last - first], whole[first:last], rtol=0, atol=1e-14
-    )
-    cut = [part[first : last - 9] for part in columns]
-    torch.testing.assert_close(
-        chunked_rule(*cut, weight, KIND, (0, last - first - 9)), whole[first : last - 9], rtol=0, atol=1e-14
-    )
-
-
-def test_rope_over_a_part_of_a_head_leaves_the_rest() -> None:
-    x = torch.randn(7, 2, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
-    table = Rotary(4, 50000.0, None).table(torch.arange(7))
-    found = rotate(x, table)
-    assert torch.equal(found[..., 4:], x[..., 4:])
-    assert torch.equal(found[..., :4], rotate(x[..., :4], table))
-
-
 def test_norms_of_one_plus_w_keep_a_small_w_in_bfloat16() -> None:
     class Config:
         params_dtype, sequence_parallel, layernorm_zero_centered_gamma = torch.bfloat16, False, True
@@ -133,15 +88,3 @@ def test_norms_of_one_plus_w_keep_a_small_w_in_bfloat16() -> None:
     x = torch.ones(1, 8, dtype=torch.bfloat16) * 256
     wide = norm(x.float()).detach()
     assert float(wide[0, 0]) == pytest.approx(1 + 2**-9, rel=1e-6)
-
-
-def test_the_output_gate_comes_after_the_norm_as_in_transformers() -> None:
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
-
-    generator = torch.Generator().manual_seed(2)
-    ours, theirs = GatedNorm(16, 1e-6), Qwen3_5RMSNormGated(16, eps=1e-6)
-    with torch.no_grad():
-        ours.weight.copy_(torch.randn(16, generator=generator))
-        theirs.weight.copy_(ours.weight)
-    x, z = (torch.randn(5, 16, generator=generator) for _ in range(2))
-    torch.testing.assert_close(ours(x, z), theirs(x, z), rtol=1e-6, atol=1e-6)

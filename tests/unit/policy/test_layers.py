@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
-from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
-from bapo_megatron.layers import Block
-from bapo_megatron.policy import layers
-from bapo_megatron.policy.device import choose_router_matmul
-from bapo_megatron.policy.layers import Builder, layer_spec, swiglu
-from bapo_megatron.policy.megatron_versions import activation, submodules_of
+from bapo_megatron.policy.layers import swiglu
 
 
 def megatrons(stacked: Tensor) -> Tensor:
@@ -40,45 +32,3 @@ def test_swiglu_is_megatrons_bit_for_bit(shape: tuple[int, ...], dtype: torch.dt
     assert our_gradient is not None
     assert their_gradient is not None
     assert torch.equal(our_gradient, their_gradient)
-
-
-def test_swiglu_by_hand() -> None:
-    """silu(0) = 0 with derivative 1/2: the product is 0, d/dgate = 1/2 x 4 x 3, d/dup = 0."""
-    stacked = torch.tensor([[0.0, 4.0]], requires_grad=True)
-    product = swiglu(stacked)
-    product.backward(torch.tensor([[3.0]]))
-    assert product.item() == 0.0
-    assert stacked.grad is not None
-    assert stacked.grad.tolist() == [[6.0, 0.0]]
-
-
-def test_swiglu_keeps_its_input_and_silu_alone() -> None:
-    """Megatron's keeps up once more, after it has added zero to it."""
-    kept: list[int] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        swiglu(torch.ones(3, 8, requires_grad=True))
-    assert kept == [24, 12]
-
-
-def test_an_mlp_of_another_builder_has_swiglu_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """megatron asks the spec on a CPU, whoever's MLP it is; without it silu alone is twice as wide."""
-    config = SimpleNamespace(qk_layernorm=False, use_te_activation_func=True)
-    monkeypatch.setattr(layers, "builders", lambda *_: [Builder(None, False)])
-    spec = layer_spec(Block(None, None), config, False, 8)  # type: ignore[arg-type]
-    assert submodules_of(spec.submodules.mlp).activation_func is activation(swiglu)
-
-
-@pytest.mark.parametrize("te", [False, True])
-def test_the_routers_product_is_that_of_the_layers(te: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Transformer Engine is installed, megatron would take its kernel, which a CPU does not have."""
-    theirs = object()
-    extension = SimpleNamespace(te_general_gemm=theirs)
-    monkeypatch.setitem(sys.modules, "megatron.core.extensions.transformer_engine", extension)
-    monkeypatch.setattr(moe_utils, "te_general_gemm", theirs, raising=False)
-    choose_router_matmul(te)
-    assert moe_utils.te_general_gemm is (theirs if te else None)

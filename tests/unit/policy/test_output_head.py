@@ -62,7 +62,10 @@ def test_values_and_gradients_by_hand() -> None:
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 @pytest.mark.parametrize("loss", [squared, with_entropy, of_entropy_alone])
-def test_agrees_with_float64_autograd(chunk: int, temperature: float, loss: TokenFn) -> None:
+def test_agrees_with_float64_autograd(
+    chunk: int, temperature: float, loss: TokenFn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_head, "_CACHED_LOGITS", 22)  # softmax of two rows of eleven at a time
     generator = torch.Generator().manual_seed(chunk)
     hidden = torch.randn(7, 5, generator=generator)
     weight = 2 * torch.randn(11, 5, generator=generator)
@@ -86,16 +89,6 @@ def test_agrees_with_float64_autograd(chunk: int, temperature: float, loss: Toke
     sums[0].backward()
     torch.testing.assert_close(hidden.grad.double(), wide_hidden.grad, rtol=5e-5, atol=2e-5)
     torch.testing.assert_close(weight.grad.double(), wide_weight.grad, rtol=5e-5, atol=2e-5)
-
-
-def test_the_softmax_block_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight = torch.randn(9, 4), torch.randn(6, 4)
-    labels = torch.arange(9) % 6
-    whole = OutputHead(1.0, 9).stats(hidden, weight, labels)
-    monkeypatch.setattr("bapo_megatron.policy.output_head._CACHED_LOGITS", 12)  # two rows of six
-    parts = OutputHead(1.0, 9).stats(hidden, weight, labels)
-    torch.testing.assert_close(parts.log_prob_T, whole.log_prob_T)
-    torch.testing.assert_close(parts.entropy_T, whole.entropy_T)
 
 
 def test_large_logits_stay_finite() -> None:
@@ -128,32 +121,6 @@ def test_bfloat16_gives_float32_results_and_bfloat16_gradients() -> None:
     )  # autograd got none, or the latter would double
     assert not torch.equal(weight.main_grad, weight.grad.float())
 
-    wide_hidden, wide_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
-    expected = (wide_hidden @ wide_weight.t()).log_softmax(-1)[torch.arange(5), torch.arange(5)]
-    expected.square().sum().backward()
-    torch.testing.assert_close(stats.log_prob_T, expected.detach(), rtol=0.02, atol=0.02)
-    torch.testing.assert_close(weight.grad.float(), wide_weight.grad, rtol=0.05, atol=0.3)
-    torch.testing.assert_close(hidden.grad.float(), wide_hidden.grad, rtol=0.05, atol=0.3)
-
-
-def engine_log_probs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    temperature: float,
-    fp32_head: bool = True,
-) -> torch.Tensor:
-    """SGLang 0.5.23, written down from its source: LogitsProcessor._compute_lm_head (on a machine without
-    CUDA), ._copy_logits_to_buffer, then Sampler.forward, on equal hidden states."""
-    if fp32_head:  # --enable-fp32-lm-head
-        logits = torch.matmul(hidden.to(torch.float32), weight.to(torch.float32).T)
-    else:
-        logits = torch.matmul(hidden.to(weight.dtype), weight.T)
-    logits = logits.float()
-    logits.div_(torch.full((hidden.size(0), 1), temperature))
-    logits[:] = torch.softmax(logits, dim=-1)
-    return torch.log(logits).gather(1, labels[:, None])[:, 0]
-
 
 def language_model_like(tokens: int = 200) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """bfloat16 hidden states and weights whose logits have a spread of 8, and labels drawn from them."""
@@ -168,10 +135,8 @@ def language_model_like(tokens: int = 200) -> tuple[torch.Tensor, torch.Tensor, 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_bfloat16_log_probs_equal_sglangs(temperature: float) -> None:
-    """The same logits to the bit; log-probs to float32's rounding of logits of up to 64 / 0.6.
-
-    Logits rounded to bfloat16, as without --enable-fp32-lm-head: ten thousand times that gap.
-    """
+    """SGLang 0.5.23 (_compute_lm_head with --enable-fp32-lm-head, then Sampler.forward), written
+    down from its source: equal logits to the bit, log-probs to float32's rounding of logits of up to 107."""
     hidden, weight, labels = language_model_like()
     theirs = torch.matmul(hidden.float(), weight.float().T).div_(torch.full((1, 1), temperature))
     for chunk in (64, 4096):
@@ -179,10 +144,8 @@ def test_bfloat16_log_probs_equal_sglangs(temperature: float) -> None:
         logits = torch.cat([part.clone() for _, _, part in head._logits(hidden, weight)])
         assert torch.equal(logits, theirs)
     ours = head.stats(hidden, weight, labels).log_prob_T
-    gap = (ours - engine_log_probs(hidden, weight, labels, temperature)).abs()
-    assert gap.max() < 1e-5
-    rounded = engine_log_probs(hidden, weight, labels, temperature, fp32_head=False)
-    assert (ours - rounded).abs().mean() > 0.01
+    theirs = theirs.softmax(-1).log().gather(1, labels[:, None])[:, 0]
+    assert (ours - theirs).abs().max() < 1e-5
 
 
 def test_temperature_divides_float32_logits() -> None:
@@ -206,29 +169,6 @@ def test_bfloat16_gradients_are_rounded_once(chunk: int) -> None:
         assert (ours.double() - exact).norm() < exact.norm() / 256
 
 
-def test_the_logits_of_a_whole_pack_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor of the pass has more rows of the vocabulary than a chunk."""
-    seen: list[int] = []
-
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            out = func(*args, **(kwargs or {}))
-            for item in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(item, torch.Tensor) and item.dim() == 2 and item.size(1) == 50:
-                    seen.append(item.size(0))
-            return out
-
-    hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(50, 4, requires_grad=True)
-    batch = batch_of(torch.arange(64) % 50, torch.ones(64))
-    with Sizes():
-        OutputHead(1.0, 8).sums(hidden, weight, batch, squared)[0].backward()
-    assert max(seen) == 8
-
-
-REAL_VOCABULARIES = (49_152, 151_936)
-"""Of SmolLM2 and Qwen2.5."""
-
-
 def test_a_chunks_gradient_is_freed_before_the_next_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the size of half the logits, and lay beside the next chunk's softmax and gradient."""
     add_product, stats, gaps = output_head._add_product, OutputHead._stats, []
@@ -246,47 +186,6 @@ def test_a_chunks_gradient_is_freed_before_the_next_chunk(monkeypatch: pytest.Mo
     hidden, weight = (torch.randn(rows, 8).bfloat16().requires_grad_() for rows in (6, 9))
     OutputHead(1.0, 2).sums(hidden, weight, batch_of(torch.arange(6), torch.ones(6)), squared)
     assert len(gaps) == 3
-
-
-def real_vocabulary(entries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, weights and labels of six tokens whose logits are the weights' columns, to the bit.
-
-    They are sharp and flat, around 0 and around 30, so entropies are 0.03 to 11 nats.
-    """
-    generator = torch.Generator().manual_seed(entries)
-    noise = torch.randn(entries, 6, generator=generator)
-    weight = noise * torch.tensor([0.5, 2.0, 3.0, 3.5, 4.5, 6.0]) + torch.tensor(
-        [0.0, 30.0, 0.0, 30.0, 10.0, 0.0]
-    )
-    return torch.eye(6), weight, torch.multinomial(weight.t().softmax(1), 1, generator=generator)[:, 0]
-
-
-@pytest.mark.parametrize("entries", REAL_VOCABULARIES)
-def test_sums_and_gradients_at_a_real_vocabulary_equal_float64(entries: int) -> None:
-    hidden, weight, labels = real_vocabulary(entries)
-    batch = batch_of(labels, torch.linspace(0.3, 3.0, 6))
-    wide_hidden, wide_weight = (x.double().requires_grad_() for x in (hidden, weight))
-    log_prob_TV = (wide_hidden @ wide_weight.t()).log_softmax(1)
-    expected_T = log_prob_TV.gather(1, labels[:, None])[:, 0]
-    entropy_T = -(log_prob_TV.exp() * log_prob_TV).sum(1).detach()
-    squared(TokenStats(expected_T, torch.zeros(6)), batch)[0].backward()
-    for chunk in (1, 4, 6):
-        head = OutputHead(1.0, chunk)
-        found = head.stats(hidden, weight, labels)
-        torch.testing.assert_close(found.log_prob_T.double(), expected_T.detach(), rtol=2e-6, atol=0)
-        torch.testing.assert_close(found.entropy_T.double(), entropy_T, rtol=2e-6, atol=0)
-        norms = [head._stats(logits, labels[part])[2] for part, _, logits in head._logits(hidden, weight)]
-        expected = weight.double().logsumexp(0)
-        torch.testing.assert_close(torch.cat(norms).double(), expected, rtol=2e-6, atol=0)
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    OutputHead(1.0, 4).sums(hidden, weight, batch, squared)[0].backward()
-    gap_VT = wide_weight.grad  # the gradient of the logits: each token has a weight of its own
-    assert ((weight.grad.double() - gap_VT).norm(dim=0) < 2e-6 * gap_VT.norm(dim=0)).all()
-    size = (gap_VT.t().abs() @ wide_weight.detach().abs()).norm()  # weights of 30 cancel in the sum
-    # MKL on some processors adds up all entries in a row, which is off by 4e-5: as far as its own product is.
-    products = (gap_VT.t().float() @ weight.detach()).double() - wide_hidden.grad
-    assert (hidden.grad.double() - wide_hidden.grad).norm() < 2e-6 * size + 2 * products.norm()
 
 
 @pytest.mark.parametrize("chunk", [2, 50])

@@ -1,21 +1,16 @@
-"""Positions: tokens of each context-parallel rank, causal work, RoPE; the pipeline stage of a parameter."""
+"""Positions: tokens of each context-parallel rank, causal work, RoPE."""
 
 from __future__ import annotations
 
 import math
-import types
-from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
-from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.policy.positions import (
     DocumentChunk,
     Rotary,
@@ -24,11 +19,8 @@ from bapo_megatron.policy.positions import (
     gathered_rows,
     positions,
     rotate,
-    slice_batch,
 )
-from bapo_megatron.policy.weight_map import stage_of
-from bapo_megatron.types import COLUMNS, PackLayout
-from tests.support.models import _LLAMA_ROPE, random_samples
+from tests.support.models import _LLAMA_ROPE
 
 DIM = 16
 SCALINGS = {
@@ -68,18 +60,6 @@ def test_every_position_is_held_once_and_the_causal_work_is_equal(chunks: list[i
     assert together[gathered_rows(bounds, size)].tolist() == list(range(bounds[-1]))
 
 
-def test_every_column_of_a_pack_is_sliced_alike() -> None:
-    """The rule that keeps parallelism out of the algorithm: index one field, index them all."""
-    layout = PackLayout(document_multiple=4, length_multiple=4)
-    [pack] = pack_samples(random_samples(5, seed=2), 400, layout=layout)
-    held = positions(pack.cu_seqlens, 2, 1)
-    part = slice_batch(pack, 2, 1)
-    for name in COLUMNS:
-        assert torch.equal(getattr(part, name), getattr(pack, name)[held]), name
-    assert part.cu_seqlens == pack.cu_seqlens
-    assert slice_batch(pack, 1, 0) is pack
-
-
 def heads(tokens: int, count: int = 3, seed: int = 0) -> torch.Tensor:
     return torch.randn(tokens, count, DIM, generator=torch.Generator().manual_seed(seed))
 
@@ -104,57 +84,10 @@ def test_equals_hugging_face(kind: str) -> None:
     assert torch.equal(rotate(x, rotary.table(place)), theirs.transpose(1, 2)[0])
 
 
-def megatron(x: torch.Tensor, bounds: tuple[int, ...], size: int, rank: int, scaled: bool) -> torch.Tensor:
-    """megatron-core's rotation of a rank's tokens of a pack."""
-    group = types.SimpleNamespace(size=lambda: size, rank=lambda: rank)
-    embedding = RotaryEmbedding(
-        DIM,
-        1.0,
-        rotary_base=500000.0 if scaled else 1000000.0,
-        rope_scaling=scaled,
-        rope_scaling_factor=32.0,
-        use_cpu_initialization=True,
-        cp_group=group,
-    )
-    longest = max(end - start for start, end in pairwise(bounds))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-        frequencies = embedding(longest, packed_seq=True)
-    return rope_utils._apply_rotary_pos_emb_thd(x, torch.tensor(bounds), frequencies, cp_group=group)
-
-
-def position_in_document(bounds: tuple[int, ...], size: int, rank: int) -> torch.Tensor:
-    lengths = torch.tensor(bounds).diff().tolist()
-    return torch.cat([torch.arange(length) for length in lengths])[positions(bounds, size, rank)]
-
-
-@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
-@pytest.mark.parametrize("kind", SCALINGS)
-def test_equals_megatron_in_float32_with_its_gradient(kind: str, size: int, rank: int) -> None:
-    """To the bit, whole packs and the chunks of a context-parallel rank, one document or several."""
-    for bounds in ((0, 8, 32, 4000), (0, 64)):
-        place = position_in_document(bounds, size, rank)
-        ours, theirs = (heads(len(place)).requires_grad_() for _ in range(2))
-        rotated = rotate(ours, SCALINGS[kind][1].table(place))
-        expected = megatron(theirs, bounds, size, rank, kind == "llama3")
-        assert torch.equal(rotated, expected)
-        weight = heads(len(place), seed=1)
-        (rotated * weight).sum().backward()
-        (expected * weight).sum().backward()
-        assert torch.equal(ours.grad, theirs.grad)
-
-
 def test_bfloat16_is_rounded_once() -> None:
-    """megatron-core rounds cosines, products and their sum: its error is several times ours."""
-    bounds = (0, 3000)
     place, x = torch.arange(3000), heads(3000).bfloat16()
-    rotary = SCALINGS["plain"][1]
-    exact = rotate(x.float(), rotary.table(place))
-    ours = rotate(x, rotary.table(place))
-    assert ours.dtype == torch.bfloat16
-    assert torch.equal(ours, exact.bfloat16())
-    error = (ours.float() - exact).abs().mean()
-    assert (megatron(x, bounds, 1, 0, False).float() - exact).abs().mean() > 1.5 * error
+    table = SCALINGS["plain"][1].table(place)
+    assert torch.equal(rotate(x, table), rotate(x.float(), table).bfloat16())
 
 
 def test_a_table_is_kept_once_for_all_layers() -> None:
@@ -166,32 +99,3 @@ def test_a_table_is_kept_once_for_all_layers() -> None:
         for layer in range(3):
             rotate(heads(6, seed=layer).requires_grad_(), table)
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in table}
-
-
-WEIGHT = "decoder.layers.{layer}.mlp.linear_fc1.weight"
-
-
-@pytest.mark.parametrize(
-    ("stages", "chunks", "expected"),
-    [
-        (1, [8], [0, 0, 0, 0, 0, 0, 0, 0]),
-        (2, [4, 4], [0, 0, 0, 0, 1, 1, 1, 1]),
-        (4, [2, 2, 2, 2], [0, 0, 1, 1, 2, 2, 3, 3]),
-        (3, [2, 5, 1], [0, 0, 1, 1, 1, 1, 1, 2]),
-        # Interleaved: chunks of two layers, the first chunk of each stage, then the second of each.
-        (2, [2, 2, 2, 2], [0, 0, 1, 1, 0, 0, 1, 1]),
-        (2, [1] * 8, [0, 1, 0, 1, 0, 1, 0, 1]),
-        (2, [1, 3, 2, 2], [0, 1, 1, 1, 0, 0, 1, 1]),
-    ],
-)
-def test_chunks_go_to_stages_in_turn(stages: int, chunks: list[int], expected: list[int]) -> None:
-    assert [stage_of((WEIGHT, layer), chunks, stages) for layer in range(8)] == expected
-
-
-def test_embedding_is_on_the_first_stage_and_head_on_the_last() -> None:
-    for name, stage in (
-        ("embedding.word_embeddings", 0),
-        ("decoder.final_layernorm", 3),
-        ("output_layer", 3),
-    ):
-        assert stage_of((f"{name}.weight", None), [2] * 4, 4) == stage

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,14 +32,10 @@ from torch import Tensor
 from bapo_megatron.algo.bounds import (
     Bounds,
     BoundsConfig,
-    Weight,
     high_values,
     low_values,
 )
-from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, constant_on, ratio, selects, unmasked
-
-CHUNK_TOKENS = 2**16
-"""Chunk size on a CPU, in tokens: their float64 copies fit the cache. Other devices take all at once."""
+from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, constant_on, ratio, unmasked
 
 _NEGATIVE, _POSITIVE = 0, 1
 
@@ -71,9 +67,8 @@ def policy_loss(
 
     With a dual clip ``c`` a token with ``A < 0`` and ``r > c`` has the value ``c A``. float64, differentiable
     in ``log_ratio_T``; the gradient is exactly zero at tokens that are clipped, masked or beyond
-    ``LOG_RATIO_LIMIT``. Raises ValueError if shapes differ.
+    ``LOG_RATIO_LIMIT``.
     """
-    check_shapes(log_ratio_T, advantage_T, mask_T)
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
     ratio_T = ratio(log_ratio_T)
@@ -90,9 +85,7 @@ def policy_loss(
 def clipped_tokens(
     log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
 ) -> Tensor:
-    """Clipped tokens, bool [T]: ``A > 0 and r >= c_high``, or ``A < 0 and r <= c_low``; not the dual clip.
-    Raises ValueError if shapes differ."""
-    check_shapes(log_ratio_T, advantage_T, mask_T)
+    """Clipped tokens, bool [T]: ``A > 0 and r >= c_high``, or ``A < 0 and r <= c_low``; not the dual clip."""
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
     return above_T | below_T
@@ -147,125 +140,26 @@ def contribution_sums(
     Returns:
         float64 ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]`` on the inputs' device,
         additive over parts of a batch. A nan in a token of the loss makes all of them nan.
-
-    Raises:
-        ValueError: if shapes differ.
     """
-    check_shapes(log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
-    fields = [field.reshape(-1) for field in (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)]
+    width = len(low_values(config)) + len(high_values(config)) + 1
+    log_ratio_T, advantage_T, log_prob_T = unmasked(mask_T, log_ratio_T, advantage_T, rollout_log_prob_T)
     edges = constant_on(log_ratio_T.device, _edges(config))
-    if group_T is None:
-        histogram = _histogram(fields, config, edges)
-    else:
-        histogram = _binned(fields, config.weight, edges, group_T.reshape(-1), groups)
-    return _candidate_sums(histogram, config).flatten()
-
-
-def _histogram(fields: Sequence[Tensor], config: BoundsConfig, edges: Tensor) -> Tensor:
-    """Histograms of ``w |A| r`` and ``w |A|`` over log r, with the candidates of the bounds as bin edges.
-
-    Tokens that no candidate clips, usually most, share the middle bin, which needs only plain sums: only the
-    other tokens are sorted into bins.
-
-    Returns:
-        float64 [2 (w |A| r; w |A|), 2 (negative; positive), candidates + 1]: sufficient for the sums at every
-        candidate, under either measure.
-    """
-    unclipped = _unclipped(config)
-    histogram = edges.new_zeros(2, 2, len(edges) + 1)
-    middle = histogram[0, :, len(low_values(config))]
-    chunk = CHUNK_TOKENS if edges.device.type == "cpu" else max(1, fields[0].numel())
-    left_out_T = torch.cat(
-        [
-            _add_unclipped(middle, tokens, config.weight, unclipped)
-            for tokens in zip(*(field_T.split(chunk) for field_T in fields), strict=True)
-        ]
-    )
-    for tokens in _left_out(fields, left_out_T, chunk):
-        _add_clipped(histogram.flatten(1), tokens, config.weight, edges)
-    return histogram
-
-
-def _binned(fields: Sequence[Tensor], weight: Weight, edges: Tensor, group_T: Tensor, groups: int) -> Tensor:
-    """``_histogram`` of each group, [groups, ...]: sorts every token into its bin."""
-    bins = 2 * (len(edges) + 1)
-    histogram = edges.new_zeros(2, groups * bins)
-    _add_clipped(histogram, fields, weight, edges, group_T * bins)
-    parts: Tensor = histogram.unflatten(-1, (groups, 2, len(edges) + 1)).movedim(1, 0)
-    return parts
-
-
-def _add_unclipped(
-    middle: Tensor, fields: Sequence[Tensor], weight: Weight, unclipped: tuple[float, float]
-) -> Tensor:
-    """Fast path: add ``w |A| r`` of the unclipped tokens to ``middle`` [2 (negative; positive)].
-
-    Nearly all the time of the sums is spent here, so it works in place and multiplies masked tokens by 0
-    instead of selecting the others.
-
-    Returns:
-        bool [tokens]: those left out, which a candidate may clip or which have a nan or inf, masked or not.
-    """
-    log_ratio_T, advantage_T, rollout_log_prob_T, mask_T = fields
-    log_ratio_T = log_ratio_T.to(torch.float64, copy=True)
-    left_out_T = log_ratio_T.clamp(*unclipped).sub_(log_ratio_T)
-    left_out_T.mul_(advantage_T).clamp_(max=0.0)  # 0 where no candidate clips
-    value_T = log_ratio_T.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp_().mul_(advantage_T).mul_(mask_T)
-    if weight == "rollout_probability":
-        value_T.mul_(rollout_log_prob_T.double().exp())
-    left_out_T.add_(value_T, alpha=0.0)  # nan where the value is nan or inf
-    left_out_T = left_out_T != 0  # nan is not 0
-    value_T.masked_fill_(left_out_T, 0.0)
-    negative, positive = middle
-    positive += _ordered_sum(value_T.clamp(min=0.0))
-    negative -= _ordered_sum(value_T.clamp_(max=0.0))
-    return left_out_T
-
-
-def _left_out(fields: Sequence[Tensor], left_out_T: Tensor, chunk: int) -> Iterator[Sequence[Tensor]]:
-    """Yield the fields of the tokens left out, ``chunk`` at a time; on a GPU all tokens, others masked."""
-    if selects(left_out_T.device):
-        for positions in left_out_T.nonzero().squeeze(1).split(chunk):
-            yield [field_T.index_select(0, positions) for field_T in fields]
-    else:
-        yield [*fields[:-1], torch.where(left_out_T, fields[-1], 0.0)]
-
-
-def _ordered_sum(value_T: Tensor) -> Tensor:
-    """Sequential sum in token order: zeros in between do not change its rounding."""
-    return value_T.cumsum_(0)[-1:].sum()
-
-
-def _add_clipped(
-    histogram: Tensor,
-    fields: Sequence[Tensor],
-    weight: Weight,
-    edges: Tensor,
-    first_T: Tensor | None = None,
-) -> None:
-    """Slow path: add ``w |A| r`` and ``w |A|`` of any tokens to the bins of ``histogram``.
-
-    Args:
-        histogram: [2 (w |A| r; w |A|), 2 * (candidates + 1)], negative tokens first, for every group.
-        first_T: the first bin of each token's group; None: 0.
-    """
-    log_ratio_T, advantage_T, rollout_log_prob_T, mask_T = fields
-    log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
-    positive_bins = _POSITIVE * (len(edges) + 1)
-    bin_T = torch.bucketize(log_ratio_T, edges, right=True).add_(advantage_T > 0, alpha=positive_bins)
-    if first_T is not None:
-        bin_T += first_T
-    size_T = advantage_T.abs().mul_(mask_T)
-    if weight == "rollout_probability":
-        (log_prob_T,) = unmasked(mask_T, rollout_log_prob_T)
-        size_T.mul_(log_prob_T.exp())
-    ratio_mass, mass = histogram
-    mass.scatter_add_(0, bin_T, size_T)
-    ratio_mass.scatter_add_(0, bin_T, size_T.mul_(ratio(log_ratio_T)))
+    bin_T = torch.bucketize(log_ratio_T, edges, right=True) + _POSITIVE * width * (advantage_T > 0)
+    if group_T is not None:
+        bin_T += 2 * width * group_T
+    mass_T = advantage_T.abs() * mask_T
+    if config.weight == "rollout_probability":
+        mass_T *= log_prob_T.exp()
+    histograms = [
+        edges.new_zeros(groups * 2 * width).scatter_add_(0, bin_T, value_T).reshape(groups, 2, width)
+        for value_T in (mass_T * ratio(log_ratio_T), mass_T)
+    ]
+    return _candidate_sums(torch.stack(histograms, 1), config).flatten()
 
 
 def _candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
-    """Sums P at every c_high and N at every c_low, [..., H + L], from [..., 2, 2, candidates + 1]."""
+    """Sums P at every c_high and N at every c_low, [..., H + L], from histograms over log r whose bins end at
+    the candidates, [..., 2 (w |A| r; w |A|), 2 (negative; positive), candidates + 1]."""
     lows, highs = low_values(config), high_values(config)
     ratio_mass, mass = range(2)
     up_to, since = histogram.cumsum(-1), histogram.flip(-1).cumsum(-1).flip(-1)
@@ -281,20 +175,9 @@ def _candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
     return torch.cat([positive, negative], -1) + 0.0 * histogram.sum()
 
 
-def _thresholds(config: BoundsConfig) -> tuple[list[float], list[float]]:
-    """Thresholds of log r from which a token is unclipped by each c_low, and clipped by each c_high."""
-    lows, highs = low_values(config), high_values(config)
-    # Unclipped by c_low means log r > log c_low, that is, from the next float on.
-    return [math.nextafter(math.log(low), math.inf) for low in lows], [math.log(high) for high in highs]
-
-
 @functools.lru_cache(maxsize=16)
 def _edges(config: BoundsConfig) -> tuple[float, ...]:
-    lows, highs = _thresholds(config)
-    return (*lows, *highs)
-
-
-def _unclipped(config: BoundsConfig) -> tuple[float, float]:
-    """Range of log r clipped by no candidate, for either sign of the advantage."""
-    lows, highs = _thresholds(config)
-    return lows[-1], math.nextafter(highs[0], -math.inf)
+    """Edges of log r from which a token is unclipped by each c_low, and clipped by each c_high. Unclipped by
+    c_low means log r > log c_low, that is, from the next float on."""
+    lows = (math.nextafter(math.log(low), math.inf) for low in low_values(config))
+    return (*lows, *map(math.log, high_values(config)))

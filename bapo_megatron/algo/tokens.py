@@ -32,16 +32,8 @@ def unmasked(mask_T: Tensor, *fields: Tensor) -> list[Tensor]:
     return [torch.where(live_T, field_T, 0.0).double() for field_T in fields]
 
 
-def selects(device: torch.device) -> bool:
-    """Whether masked sums select tokens by index (True on a CPU: faster) or mask the others. On a GPU a
-    selection would make the host wait for the number of selected tokens."""
-    return device.type == "cpu"
-
-
 def live_sum(value_T: Tensor, live_T: Tensor) -> Tensor:
     """Float64 sum of ``value_T`` over the tokens where ``live_T``, whatever the others hold."""
-    if selects(value_T.device):
-        return value_T[live_T].double().sum()
     return torch.where(live_T, value_T, 0.0).double().sum()
 
 
@@ -54,10 +46,3 @@ def likely(log_prob_T: Tensor, entropy_T: Tensor) -> Tensor:
     """High-probability tokens, ``log pi(y) > -H`` (BAPO's Definition 1), bool [T], up to rounding. For most
     tokens the policy is almost certain: both sides are 0 up to rounding, and the token is likely."""
     return log_prob_T + entropy_T > -ROUNDING
-
-
-def check_shapes(*fields: Tensor) -> None:
-    """Raise ValueError unless all fields have the same shape."""
-    shapes = [tuple(field.shape) for field in fields]
-    if len(set(shapes)) > 1:
-        raise ValueError(f"the fields of the tokens differ in shape: {shapes}")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.algo import surrogate, tokens
 from bapo_megatron.algo.bapo import eq8_literal
 from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.algo.objective import Objective
@@ -41,9 +40,7 @@ OF_THE_HOST = {
 
 
 def waits(folder: Path, chunk_tokens: int, pack_tokens: int) -> list[Counter[str]]:
-    """Of a forward pass and of an update, with tokens masked as on a GPU; the second of each."""
-    for module in (tokens, surrogate):
-        module.selects = lambda _device: False  # type: ignore[attr-defined]
+    """Of a forward pass and of an update; the second of each."""
     batch = BatchConfig(pack_tokens=pack_tokens, logprob_chunk_tokens=chunk_tokens)
     policy = MegatronPolicy(ModelConfig(folder, "float32"), ONE, batch, OptimizerConfig(), 10, 0.7)
     packs = pack_samples(random_samples(6), pack_tokens, layout=policy.pack_layout)

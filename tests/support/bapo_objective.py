@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bapo_megatron.algo import measurements
-from bapo_megatron.algo.bapo import Bounds, BoundsConfig, clipped_tokens
+from bapo_megatron.algo.bapo import BoundsConfig
 from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
@@ -24,9 +23,3 @@ def loss_fn(found: Any, config: BoundsConfig, version: int) -> TokenFn:
 
 def update_metrics(sums: Tensor, found: SearchResult | None, config: BoundsConfig) -> Metrics:
     return objective(config).metrics(sums, found)
-
-
-def clip_sums(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
-    """The counts of the tokens that ``bounds`` clip."""
-    clipped_T = clipped_tokens(log_ratio_T, advantage_T, mask_T, bounds)
-    return measurements.clip_sums(clipped_T, advantage_T, mask_T)

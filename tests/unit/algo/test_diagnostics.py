@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bapo_megatron.algo.bapo import BoundsConfig, fixed, grpo, published_code
+from bapo_megatron.algo.bapo import BoundsConfig, grpo
 from bapo_megatron.algo.diagnostics import (
     AGE_METRICS,
     BUCKETS,
@@ -103,18 +103,6 @@ def test_a_live_token_in_an_expanding_quadrant() -> None:
     assert metrics["entropy_rule/effect"] == pytest.approx((2 * (LN(4) - 1) + (1 - LN(2))) / 2)
 
 
-def test_a_dual_clip_takes_the_gradient_away() -> None:
-    """A = -1 at r = 4 beyond the dual clip of 3: it has no mass. Without it the mass is 4."""
-    batch = pack([-1.0], [LN(1 / 8)], [1.0], [0])
-    stats = TokenStats(torch.tensor([LN(1 / 2)]), torch.ones(1))
-    single = sums_of(stats, batch, fixed(0.8, 1.2), 0)
-    assert diagnostic_metrics(single)["entropy_rule/effect"] == pytest.approx(4 * (1 - LN(2)))
-    dual = dataclasses.replace(fixed(0.8, 1.2), dual_clip=published_code().dual_clip)
-    metrics = diagnostic_metrics(sums_of(stats, batch, dual, 0))
-    assert metrics["entropy_rule/effect"] == 0.0
-    assert metrics["quadrant/negative_high/clipped"] == 0.0  # as in bapo/clip_fraction_low
-
-
 def ages(groups: Sequence[Sequence[np.ndarray]], version: int, step_version: int) -> Metrics:
     return age_metrics([[VersionSpan.of(one) for one in group] for group in groups], version, step_version)
 
@@ -148,37 +136,6 @@ def test_without_tokens_there_is_no_staleness() -> None:
     nothing = dict.fromkeys(AGE_METRICS)
     assert ages([], 5, 4) == nothing
     assert ages([[np.zeros(0, np.int32)], []], 5, 4) == nothing
-
-
-def test_large_versions_do_not_overflow() -> None:
-    [mean, largest, *_] = ages([[np.zeros(3000, np.int32)]], 2**30, 0).values()
-    assert mean == largest == 2**30
-
-
-def test_buckets_by_hand() -> None:
-    """Two tokens of age 1 (one clipped), one of 5; one more of age 1 does not count, whatever it holds."""
-    sums = bucket_sums(
-        torch.tensor([1, 5, 1, 1], dtype=torch.int32),
-        torch.tensor([True, True, True, False]),
-        torch.tensor([True, False, False, True]),
-        torch.tensor([-0.5, 0.25, 0.1, math.nan]),
-        torch.tensor([1.0, 3.0, 2.0, math.nan]),
-    )
-    metrics = bucket_metrics(sums)
-    expected = {
-        "staleness/0/tokens": 0,
-        "staleness/1/tokens": 2 / 3,
-        "staleness/1/clipped": 0.5,
-        "staleness/1/ratio_gap": 0.3,
-        "staleness/1/entropy": 1.5,
-        "staleness/4-7/tokens": 1 / 3,
-        "staleness/4-7/clipped": 0,
-        "staleness/4-7/ratio_gap": 0.25,
-        "staleness/4-7/entropy": 3,
-    }
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert metrics["staleness/16+/tokens"] == 0
-    assert metrics["staleness/16+/entropy"] is None
 
 
 @pytest.mark.parametrize(
@@ -278,12 +235,3 @@ def test_metrics_by_source_by_hand() -> None:
         assert ours == [value if value is None else pytest.approx(value, abs=1e-6) for value in values]
     plain = Objective(ClipLoss(AlgorithmConfig(bounds=grpo())))
     assert not [name for name in plain.metric_names() if name.startswith("source/")]
-
-
-def test_with_one_source_they_are_those_of_all_tokens() -> None:
-    """By default the contribution is the reading gradient, absolute, uniform."""
-    metrics = measured(dataclasses.replace(SOURCE_PACK, sources=(0, 0, 0, 0)), ("all",))
-    clipped = ("bapo/clip_fraction_high", "bapo/clip_fraction_low", "bapo/positive_token_fraction")
-    for name in ("policy/entropy", "policy/tokens", "bapo/contribution", *clipped):
-        assert metrics[f"source/all/{name}"] == pytest.approx(metrics[name]), name
-    assert metrics["source/all/token_share"] == metrics["source/all/gradient_share"] == 1.0

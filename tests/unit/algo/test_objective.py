@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from bapo_megatron.algo import surrogate, tokens
-from bapo_megatron.algo.bapo import BoundsConfig, balanced, contribution_sums, eq8_literal, grpo
+from bapo_megatron.algo.bapo import balanced, grpo
 from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.algo.losses.clip import contribution_fn, search
 from bapo_megatron.algo.measurements import PackView, token_mean
@@ -155,45 +154,10 @@ def test_logged_bounds_of_an_update_are_candidates_to_the_bit() -> None:
     assert update_metrics(sums, found, config)["bapo/clip_low"] == 0.62
 
 
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tokens, surrogate):
-        monkeypatch.setattr(module, "selects", lambda _device: False)
-
-
-@pytest.mark.parametrize("bounds", [eq8_literal(), balanced()])
-def test_a_gpu_has_the_same_sums_to_the_bit(bounds: BoundsConfig, request: pytest.FixtureRequest) -> None:
-    """Of 400 tokens; a third is masked and full of rubbish."""
-    generator = torch.Generator().manual_seed(1)
-    log_ratio_T, advantage_T, log_prob_T = (torch.randn(400, generator=generator) for _ in range(3))
-    weight_T = torch.rand(400, generator=generator)
-    weight_T[::3] = 0
-    log_ratio_T[::3] = torch.tensor([math.nan, math.inf, -math.inf, 7.0]).repeat(34)[:134]
-    fields = (0.4 * log_ratio_T, advantage_T, log_prob_T - 3, weight_T)
-    selected = contribution_sums(*fields, bounds)
-    request.getfixturevalue("as_on_a_gpu")
-    assert torch.equal(contribution_sums(*fields, bounds), selected)
-    fields[0][1] = math.nan
-    assert contribution_sums(*fields, bounds).isnan().all()
-
-
-@pytest.mark.parametrize("on_a_gpu", [False, True])
-def test_a_mean_takes_all_tokens_or_those_that_count(on_a_gpu: bool, request: pytest.FixtureRequest) -> None:
+def test_a_mean_takes_all_tokens_or_those_that_count() -> None:
     """The mean of 1, 2 and 4, whose other token is nan; a function may select for itself."""
-    if on_a_gpu:
-        request.getfixturevalue("as_on_a_gpu")
     entropy_T, mask_T = torch.tensor([1.0, math.nan, 2.0, 4.0]), torch.tensor([1.0, 0.0, 1.0, 1.0])
     batch = MicroBatch.of((0, 4), mask_T=mask_T)
     view = PackView(TokenStats(entropy_T, entropy_T), batch, None, None, 0)  # type: ignore[arg-type]
     for values in (lambda v: v.stats.entropy_T, lambda v: v.stats.entropy_T[v.live_T]):
         assert token_mean("mine", values).sums(view).tolist() == [7.0]
-
-
-def test_a_constant_is_made_once_and_a_gpu_does_not_select() -> None:
-    assert tokens.constant_on(CPU, (1.0, 2.5)) is tokens.constant_on(CPU, (1.0, 2.5))
-    assert tokens.constant_on(CPU, (1, 2), torch.int64).tolist() == [1, 2]
-    assert tokens.selects(CPU)
-    assert not tokens.selects(torch.device("cuda", 0))

@@ -205,20 +205,6 @@ def test_a_penalty_in_the_reward_leaves_the_loss_and_is_measured_at_the_old_poli
     assert metrics["reference_kl/penalty"] == pytest.approx(-0.1 * LN2)
 
 
-def test_off_there_is_no_term_and_no_metric() -> None:
-    """Equal bits: the same vector, element for element, whatever the column holds."""
-    batch = pack([-2 * LN2, -LN2], [2.0, 1.0], [1.0, 1.0])
-    one = objective(ReferenceKlConfig())
-    plain = Objective(build_loss(AlgorithmConfig(loss="cispo")))
-    found = stats([-0.3, -0.4])
-    assert torch.equal(one.token_fn(None, 0)(found, batch), plain.token_fn(None, 0)(found, batch))
-    names = {"reference_kl/k1", "reference_kl/k3", "reference_kl/penalty"}
-    assert not names & set(one.metric_names())
-    assert names <= set(objective(ReferenceKlConfig(0.1)).metric_names())
-    untaught = Objective(build_loss(AlgorithmConfig(loss="cispo")), distillation=DistillationConfig(0.0))
-    assert not any(name.startswith("distillation/") for name in untaught.metric_names())
-
-
 @pytest.mark.parametrize(
     ("estimator", "expected"), [("k1", 0.0), ("k2", LN2**2), ("k3", 0.5 - 1 + LN2 + 2 - 1 - LN2)]
 )

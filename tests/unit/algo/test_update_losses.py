@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algo.losses import Loss, LossTerms, build_loss
-from bapo_megatron.algo.measurements import effective_sample_size
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.sequences import PerSequence, sequence_means, sequence_sums
 from bapo_megatron.config import AlgorithmConfig
@@ -152,12 +151,6 @@ def test_p3o_by_hand() -> None:
     metrics = Objective(loss).metrics(Objective(loss).token_fn(found, 6)(stats, batch), found)
     assert metrics["policy/ess"] == pytest.approx(49 / 73)
     assert metrics["p3o/behavior_kl"] == pytest.approx(0.2318875789642334, rel=1e-6)
-
-
-def test_the_effective_sample_size_of_equal_ratios_and_of_nothing_is_1() -> None:
-    assert effective_sample_size(torch.tensor([6.0, 12.0, 3.0])) == 1.0
-    assert effective_sample_size(torch.zeros(3)) == 1.0
-    assert effective_sample_size(torch.tensor([10.0, 100.0, 50.0])) == pytest.approx(1 / 50)
 
 
 def test_p3o_needs_the_ratio_to_the_policy_that_sampled() -> None:

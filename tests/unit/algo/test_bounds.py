@@ -34,11 +34,8 @@ def test_paper_ranges_have_37_and_16_candidates() -> None:
     assert bounds.sum_count(config) == 53
     assert (highs[0], highs[1], highs[-1]) == (1.2, 1.25, 3.0)
     assert (lows[0], lows[1], lows[-1]) == (0.6, 0.62, 0.9)
-    assert low_values(BoundsConfig(low_start=0.3, low_end=0.72, low_step=0.2)) == [
-        0.3,
-        0.5,
-        0.7,
-    ]  # whole steps
+    whole_steps = BoundsConfig(low_start=0.3, low_end=0.72, low_step=0.2)
+    assert low_values(whole_steps) == [0.3, 0.5, 0.7]
 
 
 SIGNED = {"share": "signed", "target": 9.0}

@@ -13,7 +13,7 @@ import torch
 
 from bapo_megatron.config import OptimizerConfig
 from bapo_megatron.policy import optimizer as host_optimizer
-from bapo_megatron.policy.optimizer import HostAdamW, _Copies, _Shard, rank_threads
+from bapo_megatron.policy.optimizer import HostAdamW, _Copies, _Shard, buckets_of, rank_threads
 
 
 def shard(values: list[float], dtype: torch.dtype = torch.float32) -> _Shard:
@@ -65,6 +65,13 @@ def test_steps_are_literal_adamw(bucket: int, dtype: torch.dtype, monkeypatch: p
     for one, expected in zip(shards, weights, strict=True):
         np.testing.assert_allclose(one.master.numpy(), expected, rtol=2e-6, atol=1e-7)
         assert torch.equal(one.weights, one.master.to(dtype))
+
+
+def test_bucketing_by_hand() -> None:
+    """At most 5 elements, or one shard that is larger; a type of weights each."""
+    shards = [shard([0.0] * size) for size in (2, 3, 1, 9, 4)] + [shard([0.0], torch.bfloat16)]
+    found = [[len(s.master) for s in bucket] for bucket in buckets_of(shards, 5)]
+    assert found == [[2, 3], [1], [9], [4], [1]]
 
 
 def test_a_type_has_buffers_as_large_as_its_largest_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,26 @@ def test_bfloat16_gradients_are_rounded_once(chunk: int) -> None:
         assert (ours.double() - exact).norm() < exact.norm() / 256
 
 
+def test_the_logits_of_a_whole_pack_never_exist() -> None:
+    """No tensor of the pass has more rows of the vocabulary than a chunk."""
+    seen: list[int] = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            tensors = (
+                one for one in (out if isinstance(out, tuple) else [out]) if isinstance(one, torch.Tensor)
+            )
+            seen.extend(one.size(0) for one in tensors if one.shape[1:] == (50,))
+            return out
+
+    hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(50, 4, requires_grad=True)
+    batch = batch_of(torch.arange(64) % 50, torch.ones(64))
+    with Sizes():
+        OutputHead(1.0, 8).sums(hidden, weight, batch, squared)[0].backward()
+    assert max(seen) == 8
+
+
 def test_a_chunks_gradient_is_freed_before_the_next_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the size of half the logits, and lay beside the next chunk's softmax and gradient."""
     add_product, stats, gaps = output_head._add_product, OutputHead._stats, []

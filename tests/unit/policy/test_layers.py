@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
+from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
+from bapo_megatron.policy.device import choose_router_matmul
 from bapo_megatron.policy.layers import swiglu
 
 
@@ -32,3 +37,14 @@ def test_swiglu_is_megatrons_bit_for_bit(shape: tuple[int, ...], dtype: torch.dt
     assert our_gradient is not None
     assert their_gradient is not None
     assert torch.equal(our_gradient, their_gradient)
+
+
+@pytest.mark.parametrize("te", [False, True])
+def test_the_routers_product_is_that_of_the_layers(te: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Transformer Engine is installed, megatron would take its kernel, which a CPU does not have."""
+    theirs = object()
+    extension = SimpleNamespace(te_general_gemm=theirs)
+    monkeypatch.setitem(sys.modules, "megatron.core.extensions.transformer_engine", extension)
+    monkeypatch.setattr(moe_utils, "te_general_gemm", theirs, raising=False)
+    choose_router_matmul(te)
+    assert moe_utils.te_general_gemm is (theirs if te else None)

@@ -1,6 +1,6 @@
 """Diagnostic metrics of an update by kind of token: staleness, Entropy-Clip quadrant, ratio bin, source.
 
-The ``Measurement``s ``STALENESS``, ``DIAGNOSTICS`` and ``by_source(names)`` sum a pack's tokens and turn the
+The ``Measurement``s ``DIAGNOSTICS`` and ``by_source(names)`` sum a pack's tokens and turn the
 reduced sums into metrics; ``age_metrics`` returns an update's staleness on the host, without tensors.
 
 **Staleness** (off-policy lag) is a token's age in updates, the sum of three parts:
@@ -47,10 +47,6 @@ from bapo_megatron.algo.tokens import constant_on, likely, ratio, unmasked
 from bapo_megatron.types import Metrics, VersionSpan
 
 _BUCKET_STARTS = (1, 2, 4, 8, 16)
-_BUCKET_VALUES = ("tokens", "clipped", "ratio_gap", "entropy")
-
-BUCKET_SUMS = len(BUCKETS) * len(_BUCKET_VALUES)
-"""Length of the vector of ``bucket_sums``."""
 
 AGE_METRICS = tuple(
     f"staleness/{name}" for name in ("mean", "max", "reuse_mean", "queue_mean", "segment_mean")
@@ -91,51 +87,16 @@ def bucket_of(staleness_T: Tensor) -> Tensor:
     )
 
 
-@torch.no_grad()
-def bucket_sums(
-    staleness_T: Tensor, live_T: Tensor, clipped_T: Tensor, log_ratio_T: Tensor, entropy_T: Tensor
-) -> Tensor:
-    """Sums over the tokens of each staleness bucket: tokens, clipped tokens, |log ratio|, entropy.
-
-    Returns float64 [B * 4], additive over packs and ranks. Staleness is in updates (negative, as for rollouts
-    of another run, counts as 0), log-ratios and entropies in nats.
-    """
-    columns = (live_T, clipped_T, log_ratio_T.abs(), entropy_T)
-    values_T4 = torch.stack([torch.where(live_T, column_T, 0).double() for column_T in columns], dim=1)
-    sums_B4 = values_T4.new_zeros(len(BUCKETS), len(_BUCKET_VALUES))
-    return sums_B4.index_add_(0, bucket_of(staleness_T), values_T4).flatten()
-
-
-def bucket_metrics(sums: Tensor) -> Metrics:
-    """Metrics ``staleness/BUCKET/...`` from the (reduced) ``bucket_sums``. ``tokens`` is the bucket's share
-    of all tokens; ``clipped``, ``ratio_gap`` and ``entropy`` are means over its tokens, None without tokens.
-    """
-    rows = sums.reshape(len(BUCKETS), len(_BUCKET_VALUES)).tolist()
-    total = max(sum(row[0] for row in rows), 1.0)
-    metrics: Metrics = {}
-    for bucket, (tokens, *values) in zip(BUCKETS, rows, strict=True):
-        metrics[f"staleness/{bucket}/tokens"] = tokens / total
-        for name, value in zip(_BUCKET_VALUES[1:], values, strict=True):
-            metrics[f"staleness/{bucket}/{name}"] = value / tokens if tokens else None
-    return metrics
-
-
-def _buckets_of(view: PackView) -> Tensor:
-    staleness_T = view.version - view.batch.version_T
-    clipped_T, entropy_T = view.terms.clipped_T, view.stats.entropy_T
-    return bucket_sums(staleness_T, view.live_T, clipped_T, view.log_ratio_T, entropy_T)
-
-
-STALENESS = Measurement("staleness", BUCKET_SUMS, _buckets_of, lambda sums, _update: bucket_metrics(sums))
-"""The measurement ``staleness/BUCKET/...``: tokens, clipping, ratio gap and entropy by staleness bucket."""
-
 QUADRANTS = ("negative_low", "negative_high", "positive_low", "positive_high")
 """Sign of the advantage, and probability. The middle two expand the entropy."""
 
 EXPANDING = ("negative_high", "positive_low")
 
 _CLASSES = (*QUADRANTS, "no_advantage")
-_VALUES = ("tokens", "clipped", "mass", "effect", "log_prob", "advantage", "product")
+_VALUES = (
+    *("tokens", "clipped", "mass", "effect", "log_prob", "advantage", "product"),
+    *("ratio_gap", "entropy"),
+)
 _PROFILE = ("tokens", "probability", "entropy")
 _TABLE = (len(BUCKETS), len(_CLASSES), len(_VALUES))
 _TABLE_SUMS = math.prod(_TABLE)
@@ -158,7 +119,7 @@ def diagnostic_sums(view: PackView) -> Tensor:
     push_T = weight_T * gradient_T * alive_T
     columns = (
         *(live_T, terms.clipped_T * live_T, push_T.abs(), -push_T * surplus_T),
-        *(log_prob_T, alive_T, log_prob_T * alive_T),
+        *(log_prob_T, alive_T, log_prob_T * alive_T, log_ratio_T.abs(), entropy_T),
     )
     quadrant_T = 2 * (advantage_T > 0) + likely(log_prob_T, entropy_T)
     class_T = torch.where(advantage_T == 0, len(QUADRANTS), quadrant_T)
@@ -182,12 +143,16 @@ def diagnostic_metrics(sums: Tensor) -> Metrics:
     - ``entropy_rule/effect``: mean first-order effect on the entropy, in nats for a step of size 1
     - ``polarity/...``: token share and contribution of the two quadrants that expand the entropy
       (``EXPANDING``); their effect, and the effect of all other tokens
-    - ``staleness/B/clipped_Q``, ``.../covariance``, ``.../effect``: the same within a staleness bucket
+    - ``staleness/B/tokens``: the staleness bucket's share of the tokens; ``.../clipped``, ``.../ratio_gap``,
+      ``.../entropy``: means over its tokens, of |log r| and entropy in nats
+    - ``staleness/B/clipped_Q``, ``.../covariance``, ``.../effect``: as above, within the bucket
     - ``ratio/BIN/tokens``: share of the tokens; ``.../probability``, ``.../entropy``: means over the bin
     """
     table_BCV = sums[:_TABLE_SUMS].reshape(_TABLE)
     metrics: Metrics = {**_quadrant_metrics(table_BCV.sum(0)), **_rule(table_BCV.sum((0, 1)), "entropy_rule")}
+    all_tokens = float(table_BCV[..., 0].sum())
     for bucket, table_CV in zip(BUCKETS, table_BCV, strict=True):
+        metrics |= _bucket_metrics(f"staleness/{bucket}", table_CV.sum(0).tolist(), all_tokens)
         tokens, clipped, *_ = table_CV.T.tolist()
         for number, quadrant in enumerate(QUADRANTS):
             metrics[f"staleness/{bucket}/clipped_{quadrant}"] = share(clipped[number], tokens[number])
@@ -198,6 +163,16 @@ def diagnostic_metrics(sums: Tensor) -> Metrics:
 def _summed(row_T: Tensor, rows: int, columns: tuple[Tensor, ...]) -> Tensor:
     values_TV = torch.stack(columns, dim=1)
     return values_TV.new_zeros(rows, len(columns)).index_add_(0, row_T, values_TV).flatten()
+
+
+def _bucket_metrics(prefix: str, sums: list[float], all_tokens: float) -> Metrics:
+    tokens, clipped, *_, ratio_gap, entropy = sums
+    return {
+        f"{prefix}/tokens": tokens / max(all_tokens, 1.0),
+        f"{prefix}/clipped": share(clipped, tokens),
+        f"{prefix}/ratio_gap": share(ratio_gap, tokens),
+        f"{prefix}/entropy": share(entropy, tokens),
+    }
 
 
 def _quadrant_metrics(table_CV: Tensor) -> Metrics:
@@ -221,7 +196,7 @@ def _quadrant_metrics(table_CV: Tensor) -> Metrics:
 
 def _rule(values: Tensor, prefix: str) -> Metrics:
     """Entropy rule (Eq. 6) of tokens with the sums ``values``: covariance and mean effect."""
-    tokens, _, _, effect, log_prob, advantage, product = values.tolist()
+    tokens, _, _, effect, log_prob, advantage, product, *_ = values.tolist()
     covariance = None if not tokens else product / tokens - (log_prob / tokens) * (advantage / tokens)
     return {f"{prefix}/covariance": covariance, f"{prefix}/effect": share(effect, tokens)}
 

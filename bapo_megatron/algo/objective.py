@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.diagnostics import AGE_METRICS, DIAGNOSTICS, STALENESS, by_source
+from bapo_megatron.algo.diagnostics import AGE_METRICS, DIAGNOSTICS, by_source
 from bapo_megatron.algo.losses import Loss
 from bapo_megatron.algo.measurements import (
     CLIPPING,
@@ -46,7 +46,7 @@ RATIO_GAP = token_mean("policy/ratio_gap", lambda view: view.log_ratio_T.double(
 
 MEASUREMENTS = (
     *(ENTROPY, KL, RATIO_GAP, EFFECTIVE_SAMPLE_SIZE),
-    *(CLIPPING, ENGINE_GAP, STALENESS, DIAGNOSTICS, RAISED_TOKENS),
+    *(CLIPPING, ENGINE_GAP, DIAGNOSTICS, RAISED_TOKENS),
 )
 """Measurements of every update, for any loss."""
 

@@ -181,28 +181,6 @@ def test_m2po_by_hand() -> None:
     assert metrics["m2po/second_moment_kept"] == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize(
-    ("tau", "ratios", "clipped"),
-    [
-        (2.0, [1.0, 1.7, 0.0], [False, False, False]),  # within its bound
-        # The first edge is 1/2, and the bin of 1/2 and 0.5004 has a mean above tau.
-        (0.25, [0.5, 0.5004], [True, True]),
-        (0.04, [50.0, math.inf, 0.1], [True, True, False]),  # beyond its edges
-    ],
-)
-def test_m2po_masks_from_an_edge_on(tau: float, ratios: list[float], clipped: list[bool]) -> None:
-    loss = loss_of("m2po", tau=tau)
-    stats, batch = responses(ratios, [0] * len(ratios), [1.0] * len(ratios))
-    found = found_of(loss, (stats, batch))
-    assert loss.terms(stats, batch, found).clipped_T.tolist() == clipped
-    if tau == 2.0:
-        assert (found.threshold, found.moment) == (math.inf, pytest.approx((1 + 1.7**2) / 2))
-        metrics = Objective(loss).metrics(Objective(loss).token_fn(found, 6)(stats, batch), found)
-        assert metrics["m2po/threshold"] is None
-    if tau == 0.25:
-        assert (found.threshold, found.kept) == (0.5, 0.0)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_m2po_masks_what_algorithm_1_does_and_at_most_the_rest_of_a_bin(seed: int) -> None:
     stats, batch = update(seed)

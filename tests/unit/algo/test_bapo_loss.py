@@ -65,6 +65,14 @@ def test_sums_by_hand(measure: str, weight: str, expected: list[float]) -> None:
     assert sums(measure, weight) == approx(expected)
 
 
+def test_a_token_on_a_bound_is_clipped_by_it_in_the_search_as_in_the_loss() -> None:
+    """At the candidates themselves: P(2.0) has the token at 1.5 alone, N(0.5) the one at 0.75."""
+    log_ratio_T = float64([math.log(ratio) for ratio in (0.5, 0.75, 1.5, 2.0)])
+    tokens = {"advantage_T": float64([-1.0, -1.0, 1.0, 1.0]), "mask_T": torch.ones(4)}
+    found = sums("gradient", "uniform", log_ratio_T=log_ratio_T, rollout_log_prob_T=torch.zeros(4), **tokens)
+    assert found == approx([0.0, 1.5, 0.75, 0.0])
+
+
 def test_sums_are_float64_carry_no_gradient_and_leave_their_input_alone() -> None:
     fields, before = ({name: field.float() for name, field in batch().items()} for _ in range(2))
     fields["log_ratio_T"].requires_grad_()

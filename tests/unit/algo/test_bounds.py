@@ -36,6 +36,7 @@ def test_paper_ranges_have_37_and_16_candidates() -> None:
     assert (lows[0], lows[1], lows[-1]) == (0.6, 0.62, 0.9)
     whole_steps = BoundsConfig(low_start=0.3, low_end=0.72, low_step=0.2)
     assert low_values(whole_steps) == [0.3, 0.5, 0.7]
+    assert low_values(BoundsConfig(low_end=0.7, low_step=0.1)) == [0.6, 0.7]  # 0.1 / 0.1 is below 1
 
 
 SIGNED = {"share": "signed", "target": 9.0}

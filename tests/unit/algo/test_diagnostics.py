@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bapo_megatron.algo.bapo import BoundsConfig, grpo
+from bapo_megatron.algo.bapo import BoundsConfig, fixed, grpo, published_code
 from bapo_megatron.algo.diagnostics import (
     AGE_METRICS,
     BUCKETS,
@@ -100,6 +100,18 @@ def test_a_live_token_in_an_expanding_quadrant() -> None:
     assert metrics["polarity/expanding_contribution"] == 1.0
     assert metrics["polarity/contracting_effect"] == pytest.approx(0.0, abs=1e-12)
     assert metrics["entropy_rule/effect"] == pytest.approx((2 * (LN(4) - 1) + (1 - LN(2))) / 2)
+
+
+def test_a_dual_clip_takes_the_gradient_away() -> None:
+    """A = -1 at r = 4 beyond the dual clip of 3: it has no mass. Without it the mass is 4."""
+    batch = pack([-1.0], [LN(1 / 8)], [1.0], [0])
+    stats = TokenStats(torch.tensor([LN(1 / 2)]), torch.ones(1))
+    single = sums_of(stats, batch, fixed(0.8, 1.2), 0)
+    assert diagnostic_metrics(single)["entropy_rule/effect"] == pytest.approx(4 * (1 - LN(2)))
+    dual = dataclasses.replace(fixed(0.8, 1.2), dual_clip=published_code().dual_clip)
+    metrics = diagnostic_metrics(sums_of(stats, batch, dual, 0))
+    assert metrics["entropy_rule/effect"] == 0.0
+    assert metrics["quadrant/negative_high/clipped"] == 0.0  # as in bapo/clip_fraction_low
 
 
 def ages(groups: Sequence[Sequence[np.ndarray]], version: int, step_version: int) -> Metrics:

@@ -49,6 +49,8 @@ def test_the_distribution_against_random_draws(mean: float, spread: float, longe
 def test_lengths_of_an_engine_keep_the_mean_and_have_the_longest() -> None:
     found = ResponseLengths(2048, 1.5, 8192).busiest_engine_lengths(128, 1024)
     assert max(found) == 8192
+    few = ResponseLengths(2048, 0.5, 65536)
+    assert max(few.busiest_engine_lengths(2, 1024)) == few.quantile(1 - 0.5 / 1024)
     for part in (found, found[:64], found[64:]):
         assert fmean(part) == pytest.approx(2048, rel=0.1 if len(part) == 64 else 0.01)
 

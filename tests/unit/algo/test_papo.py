@@ -13,7 +13,7 @@ from torch import Tensor
 from bapo_megatron.algo.bapo import balanced, grpo
 from bapo_megatron.algo.losses.clip import contribution_fn, search
 from bapo_megatron.algo.papo import polarity, reweighted
-from bapo_megatron.algo.papo_schedule import BranchWeights, PapoConfig, PapoSchedule
+from bapo_megatron.algo.papo_schedule import BranchWeights, PapoConfig, PapoSchedule, phase
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, TokenStats
@@ -82,6 +82,7 @@ def test_weights_follow_the_entropy_by_hand() -> None:
     assert control.weights == pytest.approx((1.26, 0.74))
     control.observe(8.0)
     assert control.weights == pytest.approx((0.6, 1.4))
+    assert phase(3.0, 0.0, 0.5) == 0.0  # a policy that was certain in its first update
 
 
 def test_a_continued_control_goes_on_where_it_was() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config import ParallelConfig
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import attention_flops, linear_flops_per_token
 from bapo_megatron.layers.mlp import Experts
 from bapo_megatron.planning import sizes as experts
@@ -186,3 +187,9 @@ def test_the_imbalance_of_routes_by_hand(tmp_path: Path, monkeypatch: pytest.Mon
     page = plan_text(make_plan(measured), [], [])
     assert "TP 1, PP 1, CP 1, DP 2, EP 2; packs" in page
     assert "1.62 times the mean of the copies (measured from routes)" in page
+
+
+def test_routes_of_another_model_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "routes.npy", np.zeros((3, 2, 2), np.uint8))
+    with pytest.raises(ConfigError, match=r"routes\.npy: .*the model has 4 layers and 2 of 4"):
+        measured_imbalance(tmp_path / "routes.npy", MOE, 2)

@@ -38,9 +38,11 @@ def test_blocks_take_little_more_memory(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "empty", counted)
     monkeypatch.setattr(background_save, "is_on_host", lambda _: False)
     monkeypatch.setattr(background_save, "BLOCK", 2**16)
-    tensors = [torch.zeros(n) for n in 40 * [17 * 256, 17 * 64, 17 * 16]]  # 17, 4.25 and 1.06 KiB
-    tensors.insert(0, torch.zeros(2**16 + 1))  # larger than a block, and just above a power of two
-    staged([("file", "key", ([], [("item", one) for one in tensors]))])
+    tensors = [torch.randn(n) for n in 40 * [17 * 256, 17 * 64, 17 * 16]]  # 17, 4.25 and 1.06 KiB
+    tensors.insert(0, torch.randn(2**16 + 1))  # larger than a block, and just above a power of two
+    tensors += [torch.randn(64, 32)[:, 3:9], torch.tensor(4.5), torch.zeros(0, 8)]
+    [(_, _, (_, copies))] = staged([("file", "key", ([], [("item", one) for one in tensors]))])
+    assert all(torch.equal(copy, one) for (_, copy), one in zip(copies, tensors, strict=True))
     whole = sum(one.nbytes for one in tensors)
     assert sorted(set(allocated)) == [2**16, 2**19]
     assert whole <= sum(allocated) < 1.15 * whole

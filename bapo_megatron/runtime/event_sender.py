@@ -40,7 +40,6 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 QUIET_S = 60.0
 """Rate limit: for this many seconds after a message, events of its kind are held and then sent as one."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0
 
 Send = Callable[[dict[str, Any], int], None]
 """Sends an event and the number of events of its kind that it stands for; raises Refused if not accepted."""
@@ -57,17 +56,16 @@ class _Queued:
 
 class Outbox:
     """Event queue of one target. ``add`` queues an event, replacing an earlier one of its kind (and counting
-    it), so the queue stays short however long the target is down.
-
-    ``deliver`` is called repeatedly, and blocks while it sends. A failed send stays queued and is retried
-    after 5 s, then twice as long each time, at most 300 s.
+    it), so the queue stays short however long the target is down. ``deliver`` is called repeatedly, and
+    blocks while it sends. A kind then rests for a minute, whether or not the target has accepted its event.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._queued: dict[str, _Queued] = {}
-        self._not_before: dict[str, float] = {}
-        self._failures: dict[str, int] = {}
+        self._rests_until: dict[str, float] = {}
+        self.refused: set[str] = set()
+        """Queued kinds that the target has refused."""
 
     def add(self, event: dict[str, Any], begin: int) -> None:
         """Queue an event; its line begins at byte ``begin`` of events.jsonl."""
@@ -84,31 +82,26 @@ class Outbox:
     def is_empty(self) -> bool:
         return not self._queued
 
-    def is_failing(self) -> bool:
-        """Whether an event that the target has refused is still queued."""
-        return bool(self._failures)
-
     def deliver(
         self, now: float, at_once: bool = False, is_over: Callable[[], bool] = lambda: False
     ) -> str | None:
         """Send the events that are due (``at_once``: all), oldest first, until ``is_over``; blocks. Never
         raises Refused: returns the reason of a failure if no earlier failure is pending, else None."""
-        was_failing, reason = any(self._failures.values()), None
+        was_failing, reason = bool(self.refused), None
         for kind, queued in sorted(self._queued.items(), key=lambda item: item[1].begin):
             if is_over():
                 break
-            if not at_once and now < self._not_before.get(kind, now):
+            if not at_once and now < self._rests_until.get(kind, now):
                 continue
+            self._rests_until[kind] = now + QUIET_S
             try:
                 self._send(queued.event, queued.count)
             except Refused as refused:
-                failures = self._failures[kind] = self._failures.get(kind, 0) + 1
-                self._not_before[kind] = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (failures - 1))
+                self.refused.add(kind)
                 reason = reason or str(refused)
-                continue
-            del self._queued[kind]
-            self._failures.pop(kind, None)
-            self._not_before[kind] = now + QUIET_S
+            else:
+                self.refused.discard(kind)
+                del self._queued[kind]
         return None if was_failing else reason
 
 
@@ -230,10 +223,10 @@ class EventSender:
         """On the monotonic clock; None until the run has ended."""
         self._keys = [hashlib.sha256(target.encode()).hexdigest()[:12] for target in order.targets]
         self._boxes = [Outbox(partial(self._send, target)) for target in order.targets]
-        stored = _stored_positions(self._paths.on_event)
-        size = _status(
-            self._paths.events, "st_size"
-        )  # smaller than a position if a lost node had its last lines
+        sent = self._paths.on_event
+        stored: dict[str, int] = json.loads(sent.read_text())["sent"] if sent.exists() else {}
+        # Smaller than a position if a lost node had its last lines.
+        size = _status(self._paths.events, "st_size")
         starts = (stored.get(key, order.offset) for key in self._keys)
         self._positions = [start if start <= size else order.offset for start in starts]
         self._read = min(self._positions)
@@ -250,8 +243,6 @@ class EventSender:
         with suppress(OSError), self._paths.events.open("rb") as file:
             file.seek(self._read)
             block = file.read(_BLOCK)
-            if b"\n" not in block and len(block) == _BLOCK:
-                self._read += len(block)  # longer than any event
             for line in block.split(b"\n")[:-1]:  # a damaged line may contain a carriage return
                 self._take(line, self._read)
                 self._read += len(line) + 1
@@ -259,7 +250,7 @@ class EventSender:
     def deliver(self, at_once: bool = False) -> bool:
         """Send due events and store each target's resume offset; return whether any are queued."""
         pairs = zip(self._order.targets, self._boxes, strict=True)
-        for target, box in sorted(pairs, key=lambda pair: pair[1].is_failing()):  # working targets first
+        for target, box in sorted(pairs, key=lambda pair: bool(pair[1].refused)):  # working targets first
             if reason := box.deliver(time.monotonic(), at_once, self.is_awaited):
                 print(f"{shown(target)}: {reason}", file=sys.stderr, flush=True)
                 self._note("on_event_failed", target=shown(target), reason=reason)
@@ -359,15 +350,6 @@ def work(sender: EventSender, orders: IO[bytes], parent: int) -> None:
 
 def _is_readable(orders: IO[bytes], limit_s: float = 0.0) -> bool:
     return bool(select.select([orders], [], [], limit_s)[0])
-
-
-def _stored_positions(path: Path) -> dict[str, int]:
-    try:
-        sent = json.loads(path.read_text())["sent"]
-        sent = {str(key): int(value) for key, value in sent.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-    return sent
 
 
 def main(arguments: Sequence[str]) -> None:

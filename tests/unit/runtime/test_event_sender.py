@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -108,30 +107,6 @@ def test_a_torn_line_is_read_once_it_is_complete_and_damaged_ones_are_passed_ove
     for _ in range(3):  # what follows a carriage return is not sent again and again
         passed(sender)
     assert hook.kinds() == ["done", "start"]
-
-
-def test_a_file_system_that_fails_for_a_while_does_not_end_the_sender(
-    run: Path, hook: Webhook, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written(run, "start")
-    sender = EventSender(order(run, hook.url))
-
-    def fail(*_: object) -> int:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-    with monkeypatch.context() as away:
-        away.setattr(os, "open", fail)
-        sender.read()
-        sender.check_progress()
-    passed(sender)
-    assert hook.kinds() == ["start"]
-
-
-def test_a_damaged_offset_file_counts_as_none(run: Path, hook: Webhook) -> None:
-    written(run, "start")
-    (run / "on_event.json").write_text('{"sent": [1]}')
-    passed(EventSender(order(run, hook.url, offset=0)))
-    assert hook.kinds() == ["start"]
 
 
 def test_a_log_that_lost_its_end_is_read_from_there(run: Path, hook: Webhook) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,8 @@ from typing import Any
 import pytest
 
 from bapo_megatron.runtime.event_kinds import (
-    BEGINNINGS,
-    ENDS,
     EVENT_KINDS,
     MOST_TEXT,
-    event_text,
     is_sent,
     is_trouble,
     sent_text,
@@ -41,24 +37,6 @@ def hook() -> Iterator[Webhook]:
     hook.close()
 
 
-def test_a_url_gets_the_message_as_json_with_a_text(hook: Webhook, tmp_path: Path) -> None:
-    send(hook.url, MESSAGE, tmp_path / "log", LONG_S)
-    assert hook.messages == [MESSAGE]
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [(302, "HTTP 302"), (404, "HTTP 404"), ("drip", "no answer within")],  # a byte at a time
-)
-def test_an_answer_that_is_no_success_is_a_refusal_without_the_url(
-    answer: Any, reason: str, hook: Webhook, tmp_path: Path
-) -> None:
-    hook.answer = answer
-    with pytest.raises(Refused, match=reason) as refused:
-        send(hook.url, MESSAGE, tmp_path / "log", 0.5 if answer == "drip" else LONG_S)
-    assert "S3CRET" not in str(refused.value)
-
-
 @pytest.mark.parametrize("end", ["", "\x7f"])
 def test_an_error_that_repeats_the_url_is_redacted(end: str, tmp_path: Path) -> None:
     with pytest.raises(Refused) as refused:
@@ -73,13 +51,6 @@ def test_a_command_gets_the_message_on_standard_input_and_in_variables(tmp_path:
     first, second = log.read_text().splitlines()
     assert json.loads(first) == MESSAGE
     assert second == "done, run: done (step 3), /runs/run"
-
-
-def test_a_text_of_an_event_is_no_shell_code(tmp_path: Path) -> None:
-    message = {**MESSAGE, "text": "$(touch hacked); `touch hacked`"}
-    send("echo", message, tmp_path / "log", LONG_S)
-    send("""sh -c 'echo "$BAPO_EVENT_TEXT"'""", message, tmp_path / "log", LONG_S)
-    assert (tmp_path / "log").read_text() == "\n$(touch hacked); `touch hacked`\n"
 
 
 @pytest.mark.parametrize(
@@ -183,19 +154,13 @@ def test_the_end_of_a_run_does_not_wait_for_quiet() -> None:
     assert box.is_empty()
 
 
-def test_a_dead_target_is_retried_with_backoff_and_reported_once() -> None:
+def test_a_dead_target_is_tried_again_each_minute_and_reported_once() -> None:
     target = Target()
     target.is_dead = True
     box = Outbox(target)
     box.add(event("lost", 1), 7)
-    assert box.deliver(0.0) == "dead"
-    tried = []
-    for now in range(1, 1000):
-        before = target.tried
-        assert box.deliver(float(now)) is None  # once told, it is not told again
-        if target.tried > before:
-            tried.append(now)
-    assert tried == [5, 15, 35, 75, 155, 315, 615, 915]  # 5, 10, 20 ... 300 seconds apart
+    assert [box.deliver(30.0 * half) for half in range(9)] == ["dead", *[None] * 8]
+    assert target.tried == 5
     box.add(event("lost", 2), 8)
     assert box.position(9) == 7
     target.is_dead = False
@@ -218,48 +183,25 @@ def test_a_refused_message_does_not_block_others() -> None:
 
 
 ROOT = Path(__file__).parents[3]
-WRITERS = "_stop_signals|_?event|_?report(?:_problem)?|_tell(?:_of)?|_note|_announced|warning"
-WRITTEN = re.compile(rf'(?:"kind":\s*|\bevent(?:: str)?\s?=\s?|\b(?:{WRITERS})\(\s*)"(\w+)"')
 
 
-def python_kinds() -> set[str]:
-    folders = [
-        ROOT / "bapo_megatron" / name for name in ("trainer", "rollout", "checkpoint", "reward", "runtime")
-    ]
-    texts = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
-    return {kind for text in texts for kind in WRITTEN.findall(text)}
-
-
-def shell_kinds() -> set[str]:
-    texts = [path.read_text() for path in (*(ROOT / "slurm/lib").glob("*.sh"), ROOT / "slurm/task.sh")]
-    return {kind for text in texts for kind in re.findall(r"\bbapo_event (\w+) \"", text)}
-
-
-def test_every_kind_that_is_written_is_in_the_table_and_the_other_way_round() -> None:
-    found = python_kinds() | shell_kinds()
-    assert {"engine_lost", "job_requeue", "stalled", "threads_kept", "after_export_failed"} <= found
-    # Written under a name that is computed: by ends of a run, the beginning of a journal, helper jobs.
-    computed = {*ENDS, *BEGINNINGS, "server_hangs", "convert_done", "evaluate_done"}
-    computed |= {"journal_missing", "fork_position"}
-    assert set(EVENT_KINDS) - found <= computed
-    assert found <= set(EVENT_KINDS)
+def test_every_kind_of_event_is_written_under_its_name() -> None:
+    """One of another name would neither be shown nor sent. Two names are put together by helper jobs."""
+    paths = [path for folder in ("bapo_megatron", "slurm") for path in (ROOT / folder).rglob("*.[ps][yh]")]
+    words = {word for path in paths if path.name != "event_kinds.py" for word in path.read_text().split('"')}
+    words |= set(" ".join(words).split())
+    assert EVENT_KINDS.keys() - words == {"convert_done", "evaluate_done"}
 
 
 def test_what_is_sent_is_trouble_or_news_and_never_the_failure_to_send() -> None:
     """An event about a target that is dead, sent to that target, would make another such event."""
-    assert not is_sent({"kind": "on_event_failed"})
     assert is_trouble({"kind": "on_event_failed"})
     assert is_sent({"kind": "done"})
-    assert is_sent({"kind": "stalled"})
-    for event in ({"kind": "saving"}, {"kind": "new one"}, {}):
-        assert not is_sent(event)
-        assert not is_trouble(event)
+    assert not any(map(is_sent, [{"kind": "on_event_failed"}, {"kind": "saving"}, {"kind": "new one"}, {}]))
 
 
 def test_the_text_of_an_event_is_one_short_printable_line() -> None:
-    event = {"kind": "engine_lost", "engine": "http://n7:1", "reason": "gone\nfor  good", "step": 3}
-    assert event_text(event) == "engine lost: gone for good: http://n7:1"
-    assert sent_text("run", event, 1) == "run: engine lost: gone for good: http://n7:1 (step 3)"
-    assert sent_text("run", event, 4).endswith("(step 3) [4 of them]")
+    event = {"kind": "engine_lost", "engine": "http://n7:1", "reason": "gone\nfor  good \x1b[2J", "step": 3}
+    told = r"run: engine lost: gone for good \x1b[2J: http://n7:1 (step 3) [4 of them]"
+    assert sent_text("run", event, 4) == told
     assert len(sent_text("run", {"kind": "failed", "reason": "x" * 5000}, 1)) == MOST_TEXT
-    assert "\x1b" not in sent_text("run", {"kind": "failed", "reason": "\x1b[2J"}, 1)

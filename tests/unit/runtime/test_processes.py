@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bapo_megatron.runtime import child_process, processes
 from bapo_megatron.runtime.child_process import (
     AnsweringChild,
     ChildDied,
@@ -23,9 +22,6 @@ from bapo_megatron.runtime.child_process import (
     ChildTimeout,
     NoAnswer,
     UserCommand,
-    command_words,
-    missing_program,
-    run_command,
     with_import_path,
     within,
 )
@@ -243,27 +239,6 @@ def test_a_child_that_another_thread_kills(child: AnsweringChild) -> None:
     killer.join()
 
 
-def test_an_unkillable_child_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that waits for a disk heeds no signal; here none is sent."""
-    monkeypatch.setattr(child_process, "_UNKILLABLE_S", 0.2)
-    monkeypatch.setattr(processes, "descendants", lambda _pid: [])
-    with monkeypatch.context() as deaf:
-        deaf.setattr(os, "killpg", lambda *_: None)
-        children: list[ChildProcess] = []
-        start = ChildProcess.__init__
-
-        def note(self: ChildProcess, *arguments: object, **named: object) -> None:
-            start(self, *arguments, **named)  # type: ignore[arg-type]
-            children.append(self)
-
-        deaf.setattr(ChildProcess, "__init__", note)
-        began = time.monotonic()
-        result = run_command([sys.executable, "-c", "import time; time.sleep(1000)"], 0.2)
-        assert time.monotonic() - began < 30
-    assert (result.ended, result.code) == ("no end within 0.2 s", None)
-    children[0].process.wait(60)  # its lifeline is closed: the guardian, which can, has ended it
-
-
 def test_work_that_is_not_done_in_time_is_left_behind() -> None:
     before = set(psutil.Process().children())
     assert within(60, lambda: {"a": 1}) == {"a": 1}
@@ -275,24 +250,6 @@ def test_work_that_is_not_done_in_time_is_left_behind() -> None:
 
 
 LIMIT_S = 120.0
-
-
-def test_a_command_is_split_as_a_shell_does_it_and_nothing_is_expanded() -> None:
-    words = ["hf", "upload", "my repo", "{folder}", "--x=a b", "$HOME;", "*"]
-    assert command_words("hf upload 'my repo' {folder} --x=\"a b\" $HOME; *") == words
-    for command in ("  ", "a 'b"):
-        with pytest.raises(ValueError, match="it is empty|quot"):
-            command_words(command)
-
-
-def test_a_program_must_be_there(tmp_path: Path) -> None:
-    script = tmp_path / "notify.sh"
-    script.write_text("#!/bin/sh\n")
-    assert missing_program("sh -c true") is None
-    for absent in ("no-such-program", str(script)):
-        assert missing_program(f"{absent} x") == f"there is no program {absent} that can be run"
-    script.chmod(0o755)
-    assert missing_program(f"{script} x") is None
 
 
 def test_a_command_gets_its_input_and_its_variables_and_is_no_rank(
@@ -310,30 +267,3 @@ def test_a_command_gets_its_input_and_its_variables_and_is_no_rank(
         assert command.wait(LIMIT_S) == 0
         command.close()
         assert log.read_text() == times * text
-
-
-def test_why_a_command_failed_is_its_end_and_its_last_line(tmp_path: Path) -> None:
-    command = UserCommand(["sh", "-c", "echo no space >&2; echo; exit 3"], {}, tmp_path / "x.log")
-    assert command.failure(command.wait(LIMIT_S), "1 h") == "exit code 3: no space"
-    assert command.failure(None, "1 h") == "no end within 1 h: no space"
-    command.close()
-    killed = UserCommand(["sh", "-c", "kill -9 $$"], {}, tmp_path / "y.log")
-    assert killed.failure(killed.wait(LIMIT_S), "") == "signal SIGKILL"
-    killed.close()
-
-
-def test_a_command_that_hangs_ends_with_all_that_it_started(tmp_path: Path) -> None:
-    """Its child is in a session of its own, and has the pipe of nobody."""
-    pids = tmp_path / "pids"
-    script = f"setsid sh -c 'echo $$ >> {pids}; exec sleep 1000' & echo $$ >> {pids}; wait"
-    command = UserCommand(["bash", "-c", script], {}, tmp_path / "x.log")
-    deadline = time.monotonic() + LIMIT_S
-    while not pids.exists() or len(pids.read_text().split()) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert command.wait(0) is None
-    command.close()
-    for pid in map(int, pids.read_text().split()):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.checkpoint.run_directory import check_writable, only_writer
 from bapo_megatron.commands.cluster.status import read_status, rows_from_end, status_text
 from bapo_megatron.errors import printable
 from bapo_megatron.runtime import files, jsonl_log
 from bapo_megatron.runtime.files import others_may_write
-from bapo_megatron.runtime.jsonl_log import EventLog, JsonlLog, read_jsonl
+from bapo_megatron.runtime.jsonl_log import JsonlLog, read_jsonl
 from bapo_megatron.runtime.run_paths import (
     JOB_END,
     MANIFEST,
@@ -55,15 +54,6 @@ def test_a_run_directory_that_others_may_write_to_is_told(
     assert found is None or (found in text and "replace its checkpoints" in text)
 
 
-def test_the_run_directory_itself_may_be_a_link(tmp_path: Path) -> None:
-    (tmp_path / "scratch").mkdir()
-    (tmp_path / "run").symlink_to(tmp_path / "scratch")
-    check_writable(tmp_path / "run")
-    with only_writer(tmp_path / "run"):
-        EventLog(tmp_path / "run/events.jsonl").event("start")
-    assert read_jsonl(tmp_path / "scratch/events.jsonl")[0]["kind"] == "start"
-
-
 def test_the_torn_end_is_found_from_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl_log, "_BLOCK", 4)
     for content, whole in ((b'{"a": 1}\n{"b', b'{"a": 1}\n'), (b"torn", b""), (b"", b""), (b"{}\n", b"{}\n")):
@@ -98,20 +88,6 @@ def test_terminal_codes_are_printed_as_text(tmp_path: Path) -> None:
 
 ROOT = Path(__file__).parents[3]
 RUN = RunPaths(Path("run"))
-
-
-def test_the_names_on_disk_stay_as_they_are() -> None:
-    """A run that an earlier version began goes on."""
-    assert str(RUN.checkpoint(120)) == "run/checkpoints/step_000120"
-    assert str(RUN.checkpoint(120, 3)) == "run/checkpoints/step_000120_update_003"
-    assert str(RUN.step_export(1234567)) == "run/exports/step_1234567"
-    assert str(RUN.evaluation_responses(0)) == "run/evaluation/step_000000.jsonl"
-    assert str(RUN.server_log(2)) == "run/logs/server-2.log"
-    names = {"config": "config.json", "lock": ".lock", "slurm_state": "slurm.state"}
-    names |= {name: f"{name}.jsonl" for name in ("metrics", "updates", "evaluations", "events")}
-    same = ["tensorboard", "wandb_id", "journal", "weights", "export", "report", "engines", "stop", "api_key"]
-    for field, name in (*names.items(), *zip(same, same, strict=True)):
-        assert str(getattr(RUN, field)) == f"run/{name}"
 
 
 @pytest.mark.parametrize("moment", [(0, 0), (10, 0), (10, 3), (999999, 999), (1000000, 1000)])

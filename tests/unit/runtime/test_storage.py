@@ -25,11 +25,9 @@ from bapo_megatron.checkpoint.reader import latest_checkpoint
 from bapo_megatron.checkpoint.store import CheckpointStore, clear_leftovers
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
-from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, read_step, write_step
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal, read_records
-from bapo_megatron.rollout.weight_sync import disk as disk_sync
 from bapo_megatron.runtime.exit_codes import report_error
 from bapo_megatron.runtime.jsonl_log import EventLog, append_event, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -245,10 +243,6 @@ def keep_one(run: Path) -> None:
         save(store, step, write_policy(b"x"), {})
 
 
-def save_20(run: Path) -> None:
-    save(CheckpointStore(RunPaths(run), CheckpointConfig(keep_last=1)), 20, write_policy(b"x"), {})
-
-
 def resume_exports(run: Path) -> None:
     StepExports(RunPaths(run), MODEL, 0, lambda event: None).resume([])
 
@@ -257,73 +251,8 @@ def keep_no_weights(run: Path) -> None:
     SingleWriter(run / "weights", MODEL).keep_only(None)
 
 
-def prepare_weights(run: Path) -> None:
-    staging = SingleWriter(run / "weights", MODEL)
-    staging.prepare(3)
-    staging.publish(3, {})
-    staging.discard(3)
-
-
 def delete_steps(run: Path) -> None:
     StepFiles(RunPaths(run).journal, lambda kind, **fields: None).delete(20)
-
-
-OWN: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "checkpoint that is not kept": ("checkpoints/step_000005", save_20),
-    "checkpoint that is saved anew": ("checkpoints/step_000020", save_20),
-    "half-written checkpoint": (
-        "checkpoints/.step_000020.0123abcd.tmp",
-        lambda run: clear_leftovers(RunPaths(run)),
-    ),
-    "half-deleted checkpoint": ("checkpoints/.step_000005_update_001.deleted", save_20),
-    "half-written export": ("exports/.step_000020.bapo-ckpt.tmp", resume_exports),
-    "older weights": ("weights/v2", keep_no_weights),
-    "half-written weights": ("weights/.v3.tmp", prepare_weights),
-    "weights written anew": ("weights/v3", prepare_weights),
-}
-
-
-@pytest.mark.parametrize("is_link", [False, True])
-@pytest.mark.parametrize(("name", "delete"), OWN.values(), ids=OWN)
-def test_deletion_removes_a_link_and_keeps_its_target(
-    tmp_path: Path, name: str, delete: Callable[[Path], None], is_link: bool
-) -> None:
-    path, elsewhere = tmp_path / "run" / name, tmp_path / "elsewhere"
-    path.parent.mkdir(parents=True)
-    elsewhere.mkdir()
-    if is_link:
-        path.symlink_to(elsewhere)
-    else:
-        path.mkdir()
-    (path / "old").write_text("old")
-    delete(tmp_path / "run")
-    assert not path.is_symlink()
-    assert not (path / "old").exists()
-    assert [file.name for file in elsewhere.iterdir()] == ["old"] * is_link
-
-
-def test_weights_are_written_where_a_leftover_cannot_be_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A server may have files of a killed run open; the folders of the version hold nothing of them."""
-    folder = tmp_path / "weights"
-    for name in ("v3", ".v3.tmp"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "model-00000.safetensors").write_text("half")
-
-    def refused(_: Path, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(disk_sync, "remove_folder", refused)
-        staging = SingleWriter(folder, MODEL)
-        staging.prepare(3)
-        staging.publish(3, {})
-    assert sorted(path.name for path in (folder / "v3").iterdir()) == ["config.json", INDEX]
-    assert capsys.readouterr().err.count("could not be deleted") == 2
-    staging.keep_only(folder / "v3")
-    assert [path.name for path in folder.iterdir()] == ["v3"]
 
 
 Report = Callable[..., None]
@@ -419,3 +348,13 @@ def test_foreign_files_stay(tmp_path: Path, name: str, delete: Callable[[Path], 
     (path / "mine").write_text("mine")
     delete(tmp_path)
     assert (path / "mine").read_text() == "mine"
+
+
+def test_of_a_link_to_an_old_checkpoint_the_target_stays(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (link := tmp_path / "checkpoints/step_000005").symlink_to(tmp_path / "elsewhere")
+    (link / "mine").touch()
+    keep_one(tmp_path)
+    assert not link.is_symlink()
+    assert (tmp_path / "elsewhere/mine").exists()

@@ -2,12 +2,11 @@
 
 For the final policy of a run and of SFT; ``exports.py`` exports checkpoints. If other content is at the
 output path, the preflight of SFT raises ConfigError (``check_export_output``); a run renames that content
-(``keep_others``).
+(``move_foreign_aside``).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -22,12 +21,9 @@ from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.weight_stream import SAFETENSORS_TYPES, checked_weights
 from bapo_megatron.runtime.storage import writing
 from bapo_megatron.runtime.written_folders import (
-    check_aside,
     check_replaceable,
     foreign_content,
-    move_foreign_aside,
     new_folder,
-    replaced_folder,
     write_mark,
 )
 from checkpoints_tools.core.atomic_output import OutputPlan
@@ -84,13 +80,6 @@ def _write_tensor(plan: OutputPlan, name: str, tensor: Tensor) -> None:
 def check_export_output(output: Path) -> None:
     """Preflight: raise ConfigError if ``output`` exists and is not an export of this program."""
     check_replaceable(output, _WRITER, foreign)
-    check_aside(output, replaced_folder(output), _WRITER, foreign)
-
-
-def keep_others(output: Path) -> list[Path]:
-    """Rename content at ``output`` that no export wrote, to keep it; return the new paths."""
-    places = [output, *([replaced_folder(output)] if os.path.lexists(output) else [])]
-    return [kept for place in places if (kept := move_foreign_aside(place, foreign)) is not None]
 
 
 def foreign(folder: Path) -> str | None:

@@ -40,7 +40,7 @@ from bapo_megatron.runtime.processes import die_with_parent
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_leftovers, step_name
 from bapo_megatron.runtime.written_folders import move_foreign_aside
 from checkpoints_tools import Settings, to_hf
-from checkpoints_tools.core.atomic_output import foreign, replaced_folder
+from checkpoints_tools.core.atomic_output import foreign
 
 _CLEANING_S = 20.0
 """Seconds for a terminated process to remove its partial output."""
@@ -320,10 +320,7 @@ def main(checkpoint: str, output: str, model: str, parent: str) -> int:
     die_with_parent(parent=int(parent))  # otherwise a restarted trainer could export to the same folder
     os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)  # os.nice would add to the trainer's niceness
     try:
-        # Rename and keep outputs with foreign files, or of an earlier version without a mark. The replaced
-        # folder only if the output exists: otherwise `to_hf` restores the output's name.
-        if os.path.lexists(output):
-            move_foreign_aside(replaced_folder(Path(output)), foreign)
+        # Rename and keep outputs with foreign files, or of an earlier version without a mark.
         move_foreign_aside(Path(output), foreign)
         to_hf(
             Path(checkpoint), Path(output), Path(model), settings=Settings(overwrite=True, threads=_THREADS)

@@ -19,7 +19,7 @@ import stat
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,6 @@ def check_replaceable(output: Path, writer: str, foreign: Foreign) -> None:
         )
 
 
-def check_aside(output: Path, aside: Path, writer: str, foreign: Foreign) -> None:
-    """Raise ConfigError if ``aside``, to which an existing ``output`` would move, has foreign content."""
-    if os.path.lexists(output):
-        with suppress(FileNotFoundError):  # another process is deleting it
-            _check_own(aside, writer, foreign)
-
-
 def put_in_place(new: Path, output: Path, aside: Path, writer: str, foreign: Foreign) -> None:
     """Replace the folder ``output`` by ``new``: move the old one ``aside``, rename the new, delete the old.
 
@@ -96,8 +89,6 @@ def put_in_place(new: Path, output: Path, aside: Path, writer: str, foreign: For
     kill between the two renames.
     """
     bring_back(output, aside)
-    _sweep(aside)
-    _check_own(aside, writer, foreign)
     _delete(aside)
     try:
         if os.path.lexists(output) and not _is_empty(output):
@@ -144,8 +135,6 @@ def new_folder(output: Path, writer: str, foreign: Foreign) -> Iterator[Path]:
     temporary, aside = output.with_name(f".{output.name}.tmp"), replaced_folder(output)
     bring_back(output, aside)
     if os.path.lexists(temporary):
-        if (kind := _kind(temporary)) is not None:
-            raise ConfigError(f"{temporary}, which {writer} writes first, {kind}: move it away")
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
     try:
@@ -164,35 +153,20 @@ def _foreign_in(folder: Path, foreign: Foreign) -> str | None:
     return foreign(folder) if os.path.lexists(folder) and not _is_empty(folder) else None
 
 
-def _check_own(folder: Path, writer: str, foreign: Foreign) -> None:
-    if (why := _foreign_in(folder, foreign)) is not None:
-        raise ConfigError(f"{folder} {why}; {writer} keeps it: move it away")
-
-
 def _delete(folder: Path) -> None:
-    """Delete one of the writer's own folders, if it exists.
+    """Delete one of the writer's own folders, if it exists, and what earlier deletions of it have left.
 
-    Renames it first: after a kill, a part without its mark may remain, and its name shows that it may be
-    deleted. What cannot be deleted (on NFS, a server's open file) stays, with a message.
+    Renames it first: what is left of it after a kill, or cannot be deleted (on NFS, a server's open file), is
+    in no one's way. The latter is told.
     """
-    if not os.path.lexists(folder):
-        return
-    try:
-        os.rename(folder, folder.with_name(f"{folder.name}{_DELETING}{uuid.uuid4().hex}"))
-        left = _sweep(folder)
-    except OSError:
-        left = [folder]
-    for path in left:
-        print(f"{path}, an old output, could not be deleted whole: delete it", file=sys.stderr, flush=True)
-
-
-def _sweep(folder: Path) -> list[Path]:
-    """Delete the leftovers of earlier deletions of ``folder``; return those that stay."""
     beginning = folder.name + _DELETING
-    leftovers = [path for path in folder.parent.iterdir() if path.name.startswith(beginning)]
-    for path in leftovers:
+    if os.path.lexists(folder):
+        os.rename(folder, folder.with_name(beginning + uuid.uuid4().hex))
+    for path in [path for path in folder.parent.iterdir() if path.name.startswith(beginning)]:
         shutil.rmtree(path, ignore_errors=True)  # follows no links
-    return [path for path in leftovers if os.path.lexists(path)]
+        if os.path.lexists(path):
+            told = f"{path}, an old output, could not be deleted whole: delete it"
+            print(told, file=sys.stderr, flush=True)
 
 
 def _kind(path: Path) -> str | None:

@@ -23,7 +23,6 @@ from bapo_megatron.hf.blocks import BlockTensor
 from bapo_megatron.runtime.files import open_lock, sync_file, sync_folder
 from bapo_megatron.runtime.written_folders import (
     bring_back,
-    check_aside,
     check_replaceable,
     foreign_content,
     put_in_place,
@@ -140,7 +139,6 @@ def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
                 f"output {output} and input {source} are, or lie in, one another: choose another"
             )
     check_replaceable(output, WRITER, foreign)
-    check_aside(output, replaced_folder(output), WRITER, foreign)
     if not overwrite and output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"output {output} exists; --overwrite replaces it")
     return output

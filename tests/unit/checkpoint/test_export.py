@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bapo_megatron.checkpoint.export import check_export_output, export_hf, foreign, keep_others
+from bapo_megatron.checkpoint.export import check_export_output, export_hf, foreign
 from bapo_megatron.config import ModelConfig, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape, with_dtype
 from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.runtime import written_folders
-from bapo_megatron.runtime.written_folders import MARK, move_foreign_aside, replaced_folder
+from bapo_megatron.runtime.written_folders import MARK, move_foreign_aside
 from bapo_megatron.trainer.preflight import check_model
 from checkpoints_tools import Settings, to_hf, to_megatron
 from tests.support.checkpoint_models import folder_bytes, load_tensors, save_random_model
@@ -147,22 +147,6 @@ def test_a_kill_between_renames(model: Path, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match="no"):
         export(model, output)
     assert load_tensors(output).keys() == load_tensors(model).keys()
-
-
-def test_a_half_deleted_export_of_an_earlier_version_does_not_end_a_run(model: Path, tmp_path: Path) -> None:
-    """Its mark went first. A command is told at its start; a run's last act moves it out of the way."""
-    output = tmp_path / "export"
-    export(model, output)
-    aside = replaced_folder(output)
-    aside.mkdir()
-    (aside / "model-00002-of-00014.safetensors").write_text("x")
-    with pytest.raises(ConfigError, match=r"export\.replaced has no .*move it away"):
-        check_export_output(output)
-    assert keep_others(output) == [tmp_path / ".export.replaced.kept-1"]
-    export(model, output)
-    assert keep_others(output) == []
-    assert {path.name for path in tmp_path.iterdir()} >= {"export", ".export.replaced.kept-1"}
-    assert not aside.exists()
 
 
 def test_an_export_has_none_of_the_first_model_s_weights_in_any_format(model: Path, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.written_folders import MARK
-from checkpoints_tools import Settings, to_hf, to_megatron
-from checkpoints_tools.core import atomic_output, copying
+from checkpoints_tools import to_hf, to_megatron
+from checkpoints_tools.core import atomic_output
 from tests.unit.checkpoints_tools.conftest import OVERWRITE, Convert
 
 Target = Callable[[Path, Path], object]
@@ -111,21 +111,6 @@ def test_a_home_folder_or_a_mount_point_is_no_output(
         convert(tmp_path / "home", OVERWRITE)
     with pytest.raises(ConfigError, match=r"/proc is a mount point|lie in, one another"):
         convert(Path("/proc"), OVERWRITE)
-
-
-def test_a_foreign_folder_in_the_way_is_reported_before_the_work(
-    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A half-deleted output of an earlier version, whose mark was deleted first."""
-    output = tmp_path / "output"
-    convert(output, Settings())
-    aside = atomic_output.replaced_folder(output)
-    aside.mkdir()
-    (aside / "model.safetensors").touch()
-    monkeypatch.setattr(copying.os, "pwritev", None)
-    with pytest.raises(ConfigError, match=r"replaced has no .*bapo-ckpt keeps it: move it away"):
-        convert(output, OVERWRITE)
-    aside.rename(tmp_path / "away")
 
 
 def write(output: Path, text: str) -> None:

@@ -14,7 +14,6 @@ from bapo_megatron.algo.bounds import fixed
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.algo.settings import out_of_range
 from bapo_megatron.config import (
-    AlgorithmConfig,
     BatchConfig,
     CheckpointConfig,
     DataConfig,
@@ -66,7 +65,6 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 0}, "steps=0 must be at least 1"),
         ({"optimizer": None}, "optimizer=None"),
         ({"profile.steps": (1, "2")}, r"profile.steps=\(1, '2'\) must be a list, each item a whole number$"),
         ({"optimizer.beta2": 1.5}, "optimizer.beta2=1.5 must be at least 0 and below 1"),
@@ -78,7 +76,6 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
         ({"rollout.budget_tokens": 66, "rollout.max_staleness": 2}, "s=66 .*set rollout.max_staleness=3$"),
         ({"checkpoint.every": 10, "checkpoint.export_every": 25}, "export_every=25 .*=10.*: set it to 20$"),
         ({"checkpoint.after_export": "up '{folder}"}, "after_export=.*No closing quotation"),
-        ({"logging.on_event": ("mail 'me",)}, "on_event=.*No closing quotation"),
         ({"evaluation.every": 5}, "evaluation.every=5 needs evaluation.suites"),
         ({"checkpoint.keep_best": 1}, "keep_best=1 needs evaluation.every"),
         (
@@ -95,7 +92,6 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
             {"reward.function": "llm_judge", "reward.format_pattern": "a"},
             "reward.format_pattern .*reward.function=llm_judge has none",
         ),
-        ({"reward.sandbox_url": "sandbox:80"}, "reward.sandbox_url is not an address"),
         ({"reward.overlong_tokens": 200}, "must be below rollout.max_response_tokens=200"),
         ({"reward.overlong_penalty": 0.1}, "needs reward.overlong_tokens"),
         ({"algorithm.updates_per_epoch": 65}, "an update needs at least one group"),
@@ -106,7 +102,6 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
             {"algorithm.terms": (PartConfig("entropy_bonus"), PartConfig("mine:entropy_bonus"))},
             "algorithm.terms: 2 are called entropy_bonus, and so are their metrics: rename one",
         ),
-        ({"algorithm.bounds.measure": "surogate"}, "algorithm.bounds.measure='surogate'"),
         ({"algorithm.importance_cap": 2.0}, "importance_cap=2.0 .*old_log_probs=rollout: set that to"),
         ({"algorithm.masks": (PartConfig("icepop"),)}, r"masks\[0\]=icepop .*old_log_probs=rollout: set"),
         (
@@ -179,12 +174,6 @@ def test_what_does_not_go_with_servers(settings: dict[str, Any], message: str) -
         check_servers(**settings)
 
 
-def test_what_goes_with_servers() -> None:
-    check_servers(colocated=True)
-    check_servers(colocated=True, sync="ipc")
-    check_servers(flags=("--enable-hierarchical-cache",))  # in the server's own memory, which a flush empties
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -194,7 +183,7 @@ def test_what_goes_with_servers() -> None:
     ],
 )
 def test_a_draft_model_gets_its_weights_from_disk_alone(flags: tuple[str, ...]) -> None:
-    check_servers(flags=flags, sync="disk")
+    check_servers(flags=(*flags, "--enable-hierarchical-cache"), sync="disk")
     for sync in ("broadcast", "ipc"):
         given = {"sync": sync, "colocated": sync == "ipc"}
         check_servers(flags=("--speculative-algorithm", "NGRAM"), **given)
@@ -236,12 +225,10 @@ def test_a_server_that_reads_memory_needs_a_process_that_trains_on_its_gpu() -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1", "defines no function recipe"),
         ("def recipe(): return 3", "returned int, expected RunConfig"),
         ("import missing_module_of_nobody", "No module named 'missing_module_of_nobody'.*line 1"),
         ("def recipe():\n    return 1 / 0", "ZeroDivisionError.*line 2"),
         ("x = 1\ndef recipe(:", r"SyntaxError\('invalid syntax'\) in .*bad\.py, line 2$"),
-        ("import json\ndef recipe():\n    json.loads('{')", r"in .*bad\.py, line 3$"),
         ("import sys\ndef recipe():\n    sys.exit(0)", r"ends the program by sys\.exit\(0\)$"),
     ],
 )
@@ -250,12 +237,6 @@ def test_a_bad_recipe_is_named(text: str, message: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_recipe(path, RunConfig)
-
-
-def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.py", tmp_path):
-        with pytest.raises(ConfigError, match="is not a Python file, or does not exist"):
-            load_recipe(path, RunConfig)
 
 
 def test_what_a_recipe_prints_is_not_on_standard_output(
@@ -307,16 +288,3 @@ def test_a_recipe_may_define_dataclasses(tmp_path: Path) -> None:
         "def recipe(): return {'steps': Sizes().steps}\n"
     )
     assert load_recipe(path, dict) == {"steps": 3}
-
-
-def test_names_and_positions_that_recipes_of_version_0_1_use(tmp_path: Path) -> None:
-    from bapo_megatron.config import BoundsConfig, CorrectionsConfig, PolarityConfig
-
-    path = tmp_path / "recipe.py"
-    path.write_text(
-        "from bapo_megatron.algo.corrections.rejection import CorrectionsConfig\n"
-        "def recipe(): return CorrectionsConfig(off_policy_delta=1.0)\n"
-    )
-    assert load_recipe(path, CorrectionsConfig).off_policy_delta == 1.0
-    config = AlgorithmConfig(BoundsConfig(), "dr_grpo", PolarityConfig(enabled=True))
-    assert (config.advantage, config.polarity.enabled, config.loss) == ("dr_grpo", True, "clip")

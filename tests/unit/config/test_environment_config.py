@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 import pytest
 
-from bapo_megatron import cli
 from bapo_megatron.checkpoint.run_directory import check_same_run, store_config
 from bapo_megatron.commands.recipe_flags import check_names, parse_flags
 from bapo_megatron.config import (
@@ -34,16 +33,6 @@ RUN = RunConfig("run", ModelConfig(Path("model")), DataConfig(Path("data.jsonl")
 
 def within(run: RunConfig = RUN, **fields: Any) -> RunConfig:
     return dataclasses.replace(run, environment=EnvironmentConfig(**{"function": "a.b:Name", **fields}))
-
-
-def test_flags_name_the_class_and_its_limits() -> None:
-    words = ["recipe.py", "--environment.function", "tool.py:Tool", "--environment.max-turns", "3"]
-    words += ["--environment.settings", '{"digits": 5}', "--environment.python", "/opt/python"]
-    found = parse_flags("train", Path("recipe.py"), RUN, words).environment
-    settings = {"digits": 5}
-    assert found == EnvironmentConfig("tool.py:Tool", settings, max_turns=3, python=Path("/opt/python"))
-    assert RUN.environment == EnvironmentConfig()
-    assert RUN.environment.function is None
 
 
 @pytest.mark.parametrize(
@@ -149,9 +138,6 @@ def test_an_evaluation_has_the_same_settings() -> None:
             altered(options, change).check()
 
 
-ROOT = Path(__file__).parents[3]
-
-
 def with_settings(run: RunConfig, **settings: Any) -> RunConfig:
     return dataclasses.replace(run, algorithm=AlgorithmConfig(loss="sapo", loss_settings=settings))
 
@@ -209,35 +195,3 @@ def test_what_a_resumed_run_may_change(
             check_same_run(changed)
         [name] = re.findall(r"--allow-change (\S+)", str(refused.value))
         check_same_run(dataclasses.replace(changed, allow_change=(name,)))
-
-
-def loss_settings(*flags: str, run: RunConfig = RUN) -> dict[str, Any]:
-    return parse_flags("train", Path("recipe.py"), run, ["recipe.py", *flags]).algorithm.loss_settings
-
-
-def test_a_flag_is_a_json_object_and_replaces_the_recipes() -> None:
-    recipes = with_settings(RUN, temperature_positive=3.0)
-    for flags, run, expected in (
-        ((), RUN, {}),
-        ((), recipes, {"temperature_positive": 3.0}),
-        (("--algorithm.loss-settings", '{"b": 2, "c": null}'), recipes, {"b": 2, "c": None}),
-        (("--algorithm.loss-settings={}",), recipes, {}),
-    ):
-        assert loss_settings(*flags, run=run) == expected
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--algorithm.loss=bapo_megatron.types:Missing", "bapo_megatron.types has no class Missing"),
-        ("--algorithm.loss=no_such_module:Loss", "importing no_such_module failed"),
-        ("--environment.function=bapo_megatron.types:Missing", "bapo_megatron.types has no class Missing"),
-    ],
-)
-def test_planning_refuses_code_that_is_not_there(
-    flag: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(["plan", str(ROOT / "recipes/demo_cpu.py"), flag]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert flag.removeprefix("--").partition("=")[0] in said

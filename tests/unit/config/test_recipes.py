@@ -18,7 +18,7 @@ from bapo_megatron.algo.bapo import clip_higher, fixed, grpo, paper
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.commands.doctor.recipe import placement_rows
-from bapo_megatron.config import AlgorithmConfig, RewardConfig, RunConfig
+from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import flat
 from bapo_megatron.environment.settings import PythonSettings
@@ -26,7 +26,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import find_shape
 from bapo_megatron.policy.layout import layout_problems
 from bapo_megatron.trainer import preflight
-from tests.support.cluster_recipes import CLUSTER_RECIPES, FOLDER, cluster_recipe
+from tests.support.cluster_recipes import CLUSTER_RECIPES, cluster_recipe
 
 BASE = "r1_distill_qwen_7b_8k"
 
@@ -207,10 +207,3 @@ def test_a_tool_that_prints_all_it_may_leaves_the_model_half_of_its_response(nam
     assert calls * settings.most_characters / 2.5 <= run.rollout.max_response_tokens / 2
     assert calls * settings.limit_s < run.environment.step_limit_s
     assert run.data.path == Path("data/skywork_python/data.jsonl")
-
-
-def test_the_demo_has_the_default_preset() -> None:
-    demo = load_recipe(FOLDER / "demo_cpu.py", RunConfig)
-    assert demo.algorithm.bounds == paper() == AlgorithmConfig().bounds
-    assert demo.algorithm.loss == "clip"
-    assert demo.steps <= 40

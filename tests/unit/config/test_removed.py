@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tarfile
 from pathlib import Path
 
 import pytest
 
 from bapo_megatron.checkpoint.run_directory import (
-    changed_settings,
     check_same_run,
     plain_values,
     read_config,
@@ -45,36 +43,9 @@ def change(config: RunConfig, values: dict[str, object]) -> None:
     path.write_text(json.dumps(stored))
 
 
-def settings_then() -> dict[str, object]:
-    with tarfile.open(Path(__file__).parents[2] / "fixtures/bapo/run.tar.xz") as archive:
-        file = archive.extractfile("config.json")
-        assert file is not None
-        return json.load(file)["config"]
-
-
-def test_a_run_of_an_earlier_commit_has_the_settings_that_are_new(old_run: RunConfig) -> None:
-    """With the values that were in force then. Without them no run of before could continue, but for settings
-    that are None, or may change."""
-    then = with_present_fields(settings_then())
-    now = plain_values(old_run)
-    missing = {name for name in now.keys() - then.keys() if now[name] is not None}
-    assert missing == {"reward.allow_weak_sandbox"}
-
-
 def test_an_old_run_with_the_defaults_goes_on(old_run: RunConfig) -> None:
     check_same_run(old_run)
     assert read_config(old_run.directory) == with_present_fields(plain_values(old_run))
-
-
-def test_a_run_from_before_losses_environments_and_judges_has_none(old_run: RunConfig) -> None:
-    path = old_run.directory / "config.json"
-    stored = json.loads(path.read_text())
-    groups = ("algorithm.loss", "environment.", "reward.s")
-    later = {n for n in stored["config"].keys() - settings_then().keys() if n.startswith(groups)}
-    assert {"algorithm.loss", "environment.function", "reward.settings", "reward.sandbox_url"} <= later
-    stored["config"] = {name: value for name, value in stored["config"].items() if name not in later}
-    path.write_text(json.dumps(stored))
-    assert changed_settings(old_run, read_config(old_run.directory)) == []
 
 
 @pytest.mark.parametrize("name", REMOVED)

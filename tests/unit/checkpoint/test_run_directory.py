@@ -117,15 +117,6 @@ def test_a_file_system_without_locks(
         pass
 
 
-def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
-    refusal = pytest.raises(ConfigError, match="another process is writing")
-    check_writable(tmp_path)
-    with only_writer(tmp_path), refusal, only_writer(tmp_path):
-        pass
-    with only_writer(tmp_path):
-        pass
-
-
 def test_a_requeued_job_waits_for_the_lock_of_its_last_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,19 +151,6 @@ def test_an_export_is_the_model_to_the_bit_with_all_its_files(owner: Owner, mode
     assert json.loads(json.dumps(owner.events)) == owner.events
 
 
-@pytest.mark.parametrize(("every", "steps"), [(10, (5, 15)), (0, (10,))])
-def test_other_steps_are_not_exported(
-    every: int, steps: tuple[int, ...], tmp_path: Path, model: Path, policy: Path
-) -> None:
-    owner = Owner(tmp_path, model, policy, every=every)
-    for step in steps:
-        owner.reach(step)
-    owner.exports.resume(owner.store.steps())
-    owner.exports.close()
-    assert owner.events == []
-    assert not owner.paths.step_exports.exists()
-
-
 _WAITS_WHEN_IT_IS_NICE = """
 import os, signal
 set_priority = os.setpriority
@@ -276,19 +263,6 @@ def test_a_continued_run_makes_two_missing_ones(tmp_path: Path, model: Path, pol
     assert [step for kind, step in owner.kinds() if kind == "export_done"] == [20, 30]
     names = ["step_000020", "step_000030", "step_000040"]
     assert sorted(path.name for path in owner.paths.step_exports.iterdir()) == names
-
-
-def test_closing_leaves_nothing_half_written(tmp_path: Path) -> None:
-    """A signal or an error ends the run in the middle of an export."""
-    big = save_random_model(tmp_path / "hf", **BIG)
-    to_megatron(big, tmp_path / "megatron")
-    owner = Owner(tmp_path / "run", big, tmp_path / "megatron/release")
-    owner.reach(10)
-    while not list(owner.paths.step_exports.glob(".step_*.tmp")):
-        time.sleep(0.001)
-    owner.exports.close()
-    assert list(owner.paths.step_exports.iterdir()) == []
-    assert exporters() == []
 
 
 _TRAINER = """

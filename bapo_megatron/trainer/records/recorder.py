@@ -315,16 +315,11 @@ def _end_event(error: BaseException) -> dict[str, Any]:
 @contextmanager
 def sending_events(config: RunConfig) -> Iterator[None]:
     """Context manager: a run's event sender process, on rank 0, if ``logging.on_event`` has a target. On exit
-    waits up to 30 s, or 10 s after Ctrl-C or preemption (plus 5 s), then kills it. Its failure only warns."""
+    waits up to 30 s, or 10 s after Ctrl-C or preemption (plus 5 s), then kills it. An early end only warns."""
     if not config.logging.on_event:
         yield
         return
-    try:
-        process = _start_sender(config)
-    except OSError as error:  # a limit of processes, for example
-        print(f"warning: logging.on_event: events cannot be sent: {error}", file=sys.stderr, flush=True)
-        yield
-        return
+    process = _start_sender(config)
     try:
         yield
     finally:

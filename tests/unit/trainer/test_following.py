@@ -215,10 +215,14 @@ def test_a_board_without_one_gets_new_rows(run: FilesOfRun, resume_step: int, se
 
 
 @pytest.mark.parametrize("can_tell", [True, False])
-def test_a_failure_is_told_once_and_tried_again_with_backoff(run: FilesOfRun, can_tell: bool) -> None:
+def test_a_failure_is_told_once_and_tried_again_with_backoff(
+    run: FilesOfRun, can_tell: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the keys that it may name."""
+    monkeypatch.setenv("WANDB_API_KEY", "abcdef0123")
     store, wait = Store(), Waits(10)
     store.can_tell = can_tell
-    store.failures = [ConnectionError(f"attempt {number}") for number in range(9)]
+    store.failures = [ConnectionError(f"attempt {number} with abcdef0123") for number in range(9)]
     run.step(1)
     run.step(2)
     assert follow(run, store, wait=wait)
@@ -226,7 +230,7 @@ def test_a_failure_is_told_once_and_tried_again_with_backoff(run: FilesOfRun, ca
     assert wait.pauses_s == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 240.0, 240.0, 240.0, 1.0]
     [(_, failed), (_, back)] = run.told
     assert [kind for kind, _ in run.told] == ["tracker_failed", "tracker_back"]
-    assert failed == "fake: ConnectionError: attempt 0; it is tried again"
+    assert failed == "fake: ConnectionError: attempt 0 with ***; it is tried again"
     assert run.printed.splitlines() == [f"warning: {failed}", f"note: {back}"]
     assert store.ends == [None] * 9 + ["killed"]  # None: the run continues, and is tried again
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -17,10 +15,9 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from bapo_megatron.config import run as config
-from bapo_megatron.errors import Preempted, RunStopped
+from bapo_megatron.errors import Preempted
 from bapo_megatron.runtime.jsonl_log import JsonlLog, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records import metrics_log
@@ -90,22 +87,6 @@ def test_an_outage_in_an_evaluation_makes_no_best_checkpoint() -> None:
     assert kept_score({**judged, "eval/b/unjudged": 0.998, "eval/mean": 1.0}) == pytest.approx(0.002)
     assert kept_score({**judged, "eval/mean": None}) is None
     assert kept_score({"eval/mean": 0.25}) == 0.25  # of an earlier version
-
-
-def test_a_full_disk_below_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # TensorBoard's own thread has it, too
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    log = MetricsLog(RunPaths(tmp_path), config.LoggingConfig(), 0, no_report)
-    log.write_step(1, {"reward/mean": 0.5})
-    monkeypatch.setattr(RecordWriter, "write", full)
-    with pytest.raises(RunStopped, match=r"the boards' data could not be written .*No space left"):
-        log.write_step(2, {"reward/mean": 0.5})
-    for thread in threading.enumerate():
-        if type(thread).__module__.startswith("tensorboard."):
-            thread.join(1)
 
 
 LIMIT_S = 300.0
@@ -237,23 +218,6 @@ def test_a_run_and_its_continuation_are_one_run(board: Board) -> None:
     assert len(board.events) == 1
 
 
-def test_a_failure_is_an_event_and_no_key_is_in_it(board: Board, capfd: pytest.CaptureFixture[str]) -> None:
-    boards = board.start()
-    board.fault("fails")
-    board.step(1)
-    board.wait_for(lambda: board.paths.events.exists())
-    board.fault("")
-    board.step(2)
-    boards.close()
-    assert board.shown == [1, 2]
-    failed, back = read_jsonl(board.paths.events)
-    assert (failed["kind"], back["kind"]) == ("tracker_failed", "tracker_back")
-    assert failed["message"] == "wandb: OSError: the server answers ***; it is tried again"
-    assert f"warning: {failed['message']}\n" in capfd.readouterr().err
-    assert "abcdef0123" not in board.log()
-    assert not board.events
-
-
 @pytest.mark.parametrize("preempted", [False, True])
 def test_a_hanging_board_is_left(board: Board, preempted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end the run waits its limit, shorter when it is preempted, and reports what may be missing."""
@@ -295,10 +259,3 @@ def test_a_hanging_board_does_not_outlive_a_run_that_was_killed(board: Board) ->
     assert process.stdin is not None
     process.stdin.close()  # as the run's death does
     assert process.wait(LIMIT_S) == 1
-
-
-def test_without_boards_nothing_is_made(tmp_path: Path) -> None:
-    Boards([], RunPaths(tmp_path), 0, no_report, 60.0).close()
-    assert not list(tmp_path.iterdir())
-    write_steps(tmp_path, FILES_ONLY, 0, 1, 0.5)
-    assert not (tmp_path / "tensorboard").exists()

@@ -25,7 +25,6 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang import requirements
 from bapo_megatron.rollout.engines.sglang.server_process import server_flags
 from bapo_megatron.trainer import preflight
-from tests.support.plain_engine import PlainConfig
 
 CheckGpus = Callable[[RunConfig, int], None]
 
@@ -126,18 +125,6 @@ def test_servers_that_return_routes_have_a_kernel_that_is_told_its_experts(
     found = server_flags(config, cuda=cuda)
     assert tuple(found[len(found) - len(own) :]) == own
     assert [one for one in found[: len(found) - len(own)] if one in ROUTED] == given
-
-
-def test_the_engine_is_checked_where_the_run_samples() -> None:
-    plain = "tests.support.plain_engine:PlainBackend"
-    rollout = RolloutConfig(engine=plain, custom_engine=PlainConfig(copies=0))
-    preflight._check_engine(replace(run(), rollout=replace(rollout, replay=Path("other"))))
-    for changed, says in (
-        (rollout, "copies must be at least 1"),
-        (replace(rollout, engine="vllm"), "'vllm'"),
-    ):
-        with pytest.raises(ConfigError, match=rf"rollout\..*{says}"):
-            preflight._check_engine(replace(run(), rollout=changed))
 
 
 def with_nccl(folder: Path, name: str, version: str) -> Path:

@@ -24,13 +24,11 @@ from bapo_megatron.config import (
     load_recipe,
 )
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer import reference
 from bapo_megatron.trainer.preflight import check_reference
 from bapo_megatron.trainer.reference import ReferenceRecord, load_reference, store_reference
-from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.batches import MemoryBatch, in_memory
@@ -93,18 +91,6 @@ def test_one_pass_a_step_gives_every_update_the_column() -> None:
     # pi is 2 and then 4 times the engine's, so 4 and 8 times the reference's.
     assert [row["reference_kl/k1"] for row in updates] == pytest.approx([2 * LN2, 3 * LN2])
     assert updates[0]["reference_kl/penalty"] == pytest.approx(0.1 * (0.25 - 1 + 2 * LN2))
-
-
-def test_a_step_that_goes_on_has_the_same_column() -> None:
-    """After a checkpoint within the step: the reference is asked again, for the update that is left."""
-    whole, rest = (referred(ReferenceKlConfig(0.1, "k1", "reward")) for _ in range(2))
-    first, second = train_on(whole, 1, BATCH)
-    rest.policy.version += 1
-    rest.partial_step = PartialStep(10, [first])
-    assert train_on(rest, 1, BATCH) == [first, second]
-    [_, then], [now] = whole.policy.packs, rest.policy.packs
-    for name in ("advantage_T", "reference_log_prob_T"):
-        assert column(now, name) == column(then, name)
 
 
 def test_without_a_coefficient_there_is_no_pass() -> None:
@@ -205,14 +191,6 @@ def check(folder: Path, **settings: Any) -> None:
     added = {one["content"]: one["id"] for one in known["added_tokens"]}
     tokenizer = SimpleNamespace(get_vocab=lambda: {**known["model"]["vocab"], **added})
     check_reference(demo(model=folder, **{"coefficient": 0.1, **settings}), tokenizer)
-
-
-def test_a_reference_of_the_same_shape_is_taken(tmp_path: Path) -> None:
-    """Though it takes longer sequences, and has no chat template."""
-    folder = folder_like(tmp_path, max_position_embeddings=9999)
-    (folder / "chat_template.jinja").unlink()
-    check(folder)
-    assert read_model_shape(folder) != read_model_shape(POLICY)
 
 
 def exchange_words(folder: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +14,8 @@ from bapo_megatron.checkpoint.reader import Checkpoint
 from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.config import RunConfig, load_recipe
 from bapo_megatron.errors import ResumeError
-from bapo_megatron.rollout.sampler import client
 from bapo_megatron.runtime.event_kinds import event_text, is_trouble
 from bapo_megatron.trainer import resume
-from bapo_megatron.trainer.build import open_engines
 from tests.support.forked_commands import ROOT
 from tests.support.small_steps import run_config
 
@@ -56,12 +52,6 @@ def test_a_mismatch_is_refused_with_its_flag(accepted: tuple[str, ...], told: li
     _, *lines, flag = str(refusal.value).splitlines()
     assert lines == [FOUND[name] for name in told]
     assert flag.endswith(" --accept-resume-mismatch step_000004:canary step_000004:weights")
-
-
-def test_an_accepted_resume_mismatch_is_an_event() -> None:
-    assert events("step_000004:weights", "step_000004:canary") == [
-        {"kind": "resume_mismatch_accepted", "checkpoint": "step_000004", "differences": FOUND}
-    ]
 
 
 def test_a_checkpoint_passed_over_or_without_digests_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,24 +113,3 @@ def test_a_gpu_takes_a_configured_number_alone(config: RunConfig, monkeypatch: p
     monkeypatch.setattr(resume, "has_cuda", lambda: True)
     assert _pinned(config) == (config, None)
     assert _pinned(replace(config, threads=1))[0].threads == torch.get_num_threads() == 1
-
-
-@pytest.mark.integration
-def test_a_new_sampler_takes_the_runs_threads(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed alone, in a run whose environment gives the next process another number."""
-    monkeypatch.setattr(client, "_SERVICE", "tests.support.threads_service")
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
-    config, _ = _pinned(config)
-    events: list[dict[str, Any]] = []
-    with open_engines(config, events.append) as (sampler, _):
-        sampler.start(1, None)
-        first = sampler.state()
-        monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        os.kill(first["pid"], signal.SIGKILL)
-        second = sampler.state()
-    assert [event["kind"] for event in events] == ["sampler_died"]
-    assert first["pid"] != second["pid"]
-    assert (first["threads"], second["threads"]) == (1, 1)

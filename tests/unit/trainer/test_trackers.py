@@ -19,8 +19,6 @@ from bapo_megatron.trainer import preflight
 from bapo_megatron.trainer.preflight import check_logging
 from bapo_megatron.trainer.records.trackers import MlflowTracker, TrackedRun, WandbTracker
 
-STEP = {"time/step_s": 2.0, "reward/mean": 0.5, "staleness/16+/tokens": 1.0}
-
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackedRun:
@@ -103,36 +101,6 @@ def stored(params: dict[str, str]) -> Any:
     return SimpleNamespace(info=SimpleNamespace(run_id="m1"), data=SimpleNamespace(params=params))
 
 
-def test_mlflow_finds_its_run_again(run: TrackedRun, mlflow: MagicMock) -> None:
-    tracker = MlflowTracker(run)
-    uri = f"sqlite:///{run.folder}/mlflow/mlflow.db"
-    sys.modules["mlflow"].MlflowClient.assert_called_once_with(tracking_uri=uri)
-    artifacts = f"file://{run.folder}/mlflow/artifacts"
-    mlflow.create_experiment.assert_called_once_with("sums", artifact_location=artifacts)
-    mlflow.create_run.assert_called_once_with("7", run_name="demo", tags={"bapo.run_id": run.id})
-    params = {"seed": "3", "long": "x" * 500}
-    mlflow.log_batch.assert_called_once_with("m1", params=[*params.items()])
-    tracker.write(1, STEP)
-    # The mark comes last: a step that has it is whole. MLflow takes no plus in a name.
-    written = [(name, value, step) for name, value, _, step in mlflow.log_batch.call_args.kwargs["metrics"]]
-    assert written == [("reward/mean", 0.5, 1), ("staleness/16_/tokens", 1.0, 1), ("time/step_s", 2.0, 1)]
-    mlflow.search_runs.return_value = [stored(params)]
-    run.config["new"] = 1
-    assert MlflowTracker(run).last_step() == 3
-    assert mlflow.search_runs.call_args.args[1] == f"tags.`bapo.run_id` = '{run.id}'"
-    mlflow.create_run.assert_called_once()
-    mlflow.update_run.assert_called_once_with("m1", status="RUNNING")
-    mlflow.log_batch.assert_called_with("m1", params=[("new", "1")])  # a known one must not change
-
-
-def test_mlflow_at_an_address(run: TrackedRun, mlflow: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:5000")
-    MlflowTracker(run)
-    sys.modules["mlflow"].MlflowClient.assert_called_once_with(tracking_uri="http://host:5000")
-    mlflow.create_experiment.assert_called_once_with("sums", artifact_location=None)
-    assert not (run.folder / "mlflow").exists()
-
-
 def test_each_board_has_one_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a run's message, in `bapo doctor`, and in the extra of setup.py."""
     given: dict[str, Any] = {}
@@ -151,16 +119,3 @@ def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ConfigError, match="wandb is not installed"):
         check_logging(LoggingConfig(trackers=("wandb",)))
-
-
-@pytest.mark.parametrize(
-    ("fields", "chosen"),
-    [
-        ({}, ["tensorboard"]),
-        ({"wandb_project": "x"}, ["tensorboard", "wandb"]),
-        ({"tensorboard": False, "wandb_project": "x"}, ["wandb"]),
-        ({"trackers": ("mlflow", "wandb", "mlflow"), "wandb_project": "x"}, ["mlflow", "wandb"]),
-    ],
-)
-def test_former_fields_choose_too(fields: dict[str, Any], chosen: list[str]) -> None:
-    assert list(LoggingConfig(**fields).chosen) == chosen

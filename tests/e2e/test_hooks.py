@@ -17,6 +17,7 @@ from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import verify
 from tests.support.processes import keep_priority
 from tests.support.short_runs import LIMIT_S, Command, finish, start, wait_for_steps
+from tests.support.waiting import is_alive
 from tests.support.webhook import Webhook
 
 pytestmark = pytest.mark.e2e
@@ -48,14 +49,6 @@ def wait_until(is_true: Callable[[], bool], process: Command | None = None) -> N
 
 def kinds_of(events: Path) -> list[str]:
     return [row["kind"] for row in read_jsonl(events)]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.mark.slow

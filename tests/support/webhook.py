@@ -34,12 +34,6 @@ class Webhook:
                 assert isinstance(hook.answer, int)
                 hook.messages.append(json.loads(body))
                 self.send_response(hook.answer)
-                if hook.answer in (301, 302, 307):
-                    self.send_header("Location", f"{hook.url}/elsewhere")
-                self.end_headers()
-
-            def do_GET(self) -> None:
-                self.send_response(200)
                 self.end_headers()
 
             def log_message(self, *_: Any) -> None: ...

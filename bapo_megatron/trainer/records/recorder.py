@@ -315,7 +315,7 @@ def _end_event(error: BaseException) -> dict[str, Any]:
 @contextmanager
 def sending_events(config: RunConfig) -> Iterator[None]:
     """Context manager: a run's event sender process, on rank 0, if ``logging.on_event`` has a target. On exit
-    waits up to 30 s, or 10 s after Ctrl-C or preemption (plus 5 s), then kills it. An early end only warns."""
+    waits up to 30 s, or 10 s after Ctrl-C or preemption (plus 5 s), then kills it. An early end warns."""
     if not config.logging.on_event:
         yield
         return

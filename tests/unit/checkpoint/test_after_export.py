@@ -4,17 +4,14 @@ failure."""
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from bapo_megatron.checkpoint.exports import AfterExport
 from bapo_megatron.runtime.run_paths import RunPaths
-
-DEADLINE_S = 300.0
+from tests.support.waiting import is_alive, until
 
 
 class Owner:
@@ -30,11 +27,7 @@ class Owner:
         self.after.exported(step)
 
     def wait(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while self.after.is_busy():
-            assert time.monotonic() < deadline
-            self.after.poll()
-            time.sleep(0.005)
+        until(lambda: not self.after.is_busy() or self.after.poll())
 
     def kinds(self) -> list[tuple[str, int]]:
         return [(event["kind"].removeprefix("after_export_"), event["step"]) for event in self.events]
@@ -133,13 +126,6 @@ def test_a_command_beyond_its_limit_is_ended_with_what_it_started(run: Path, log
     assert not log.exists() or not is_alive(int(log.read_text() or 0))
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_a_command_that_cannot_be_started_is_an_event_and_the_next_one_runs(run: Path, log: Path) -> None:
     owner = Owner(run, f"{log.parent}/upload {{folder}}")
     for step in (2, 4):
@@ -153,10 +139,7 @@ def test_the_end_of_the_run_ends_the_command_and_the_next_start_runs_it_again(ru
     owner = Owner(run, f"bash -c 'echo $$ > {log}; sleep 1000' {{folder}}")
     for step in (2, 4):
         owner.export(step)
-    deadline = time.monotonic() + DEADLINE_S
-    while not log.exists() or not log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: log.exists() and log.read_text())
     owner.after.close()
     assert not is_alive(int(log.read_text()))
     assert owner.kinds() == [("started", 2)]

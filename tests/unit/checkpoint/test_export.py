@@ -17,7 +17,7 @@ from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.runtime import written_folders
 from bapo_megatron.runtime.written_folders import MARK, move_foreign_aside
 from bapo_megatron.trainer.preflight import check_model
-from checkpoints_tools import Settings, to_hf, to_megatron
+from checkpoints_tools import to_hf, to_megatron
 from tests.support.checkpoint_models import folder_bytes, load_tensors, save_random_model
 from tests.support.fp8 import in_bfloat16
 from tests.support.models import EXPERTS, HYBRID, HYBRIDS
@@ -180,14 +180,3 @@ def test_config_json_has_the_type_of_the_tensors(kind: str, model: Path, tmp_pat
     export_hf(iter(weights.items()), model, tmp_path / "export")
     found = json.loads((tmp_path / "export/config.json").read_text())
     assert (found["torch_dtype"], found["dtype"]) == (kind, kind)
-
-
-def test_converted_float32_weights_are_float32_in_config_json(tmp_path: Path) -> None:
-    """Of a run in float32 that began from a bfloat16 model."""
-    weights = save_random_model(tmp_path / "float32", dtype="F32")
-    model = save_random_model(tmp_path / "hf")
-    to_megatron(weights, tmp_path / "megatron")
-    to_hf(tmp_path / "megatron", tmp_path / "back", model)
-    assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "float32"
-    to_hf(tmp_path / "megatron", tmp_path / "back", model, "bf16", settings=Settings(overwrite=True))
-    assert (tmp_path / "back/config.json").read_bytes() == (model / "config.json").read_bytes()

@@ -34,6 +34,7 @@ from tests.support.processes import keep_priority
 from tests.support.runs import Asked, run_of
 from tests.support.saves import Written, save
 from tests.support.small_steps import run_config
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_process_group")
 
@@ -95,11 +96,7 @@ class Owner:
 
     def wait(self) -> None:
         """Until no export is in the making."""
-        deadline = time.monotonic() + DEADLINE_S
-        while self.exports.is_busy():
-            assert time.monotonic() < deadline
-            self.exports.poll()
-            time.sleep(0.01)
+        until(lambda: not self.exports.is_busy() or self.exports.poll())
 
     def kinds(self) -> list[tuple[str, int]]:
         return [(event["kind"], event["step"]) for event in self.events]
@@ -149,13 +146,6 @@ def test_an_export_is_the_model_to_the_bit_with_all_its_files(owner: Owner, mode
     assert 0 < done["seconds"] < DEADLINE_S
     assert folder_bytes(Path(done["path"])) == folder_bytes(model)
     assert json.loads(json.dumps(owner.events)) == owner.events
-
-
-_WAITS_WHEN_IT_IS_NICE = """
-import os, signal
-set_priority = os.setpriority
-os.setpriority = lambda *arguments: (set_priority(*arguments), signal.pause())
-"""
 
 
 def test_the_export_process_imports_no_torch() -> None:
@@ -288,22 +278,6 @@ def trainer(run_dir: Path, model: Path) -> Iterator[psutil.Process]:
         os.kill(process.pid, signal.SIGKILL)
 
 
-def test_it_has_the_lowest_priority_and_does_not_outlive_the_trainer(
-    tmp_path: Path, model: Path, owner: Owner, policy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(owner.store, 10, copy_of(policy), {})
-    (tmp_path / "hooks").mkdir()
-    (tmp_path / "hooks/sitecustomize.py").write_text(_WAITS_WHEN_IT_IS_NICE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hooks"))
-    with trainer(tmp_path, model) as child:
-        deadline = time.monotonic() + DEADLINE_S
-        while child.nice() != 19:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    child.wait(DEADLINE_S)
-    assert not child.is_running()
-
-
 @pytest.mark.slow
 def test_a_kill_of_the_trainer_at_any_moment_ends_it_and_the_next_run_makes_it_whole(tmp_path: Path) -> None:
     big = save_random_model(tmp_path / "hf", **BIG)
@@ -350,11 +324,7 @@ def test_the_loop_offers_what_is_whole(owner: Owner, policy: Path, halted: psuti
     assert owner.kinds() == [("export_started", 10)]
     assert owner.checkpoints() == ["step_000010", "step_000020", "step_000020_update_002"]
     halted.resume()
-    deadline = time.monotonic() + DEADLINE_S
-    while ("export_started", 20) not in owner.kinds():
-        assert time.monotonic() < deadline
-        finalize_checkpoint(run)
-        time.sleep(0.01)
+    until(lambda: ("export_started", 20) in owner.kinds() or finalize_checkpoint(run))
 
 
 def test_a_run_s_end_waits(owner: Owner, halted: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:

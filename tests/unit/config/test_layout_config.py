@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
@@ -64,18 +63,6 @@ def test_a_layout_that_does_not_fit_is_named(
     config = ParallelConfig(**parallel)
     problems = layout_problems(config, shape) if shape else parallel_problems(config)
     assert re.search(message, "\n".join(problems))
-
-
-@pytest.mark.parametrize(
-    ("parallel", "shape"),
-    [
-        ({"tensor": 4, "pipeline": 7, "virtual": 2}, SHAPE),
-        ({"tensor": 2, "sequence": True, "expert": 2, "data": 1}, dataclasses.replace(EXPERTS, ffn=7)),
-    ],
-)
-def test_a_layout_that_splits_the_model_passes(parallel: dict[str, Any], shape: ModelShape) -> None:
-    """The width of no MLP limits a layout of experts."""
-    assert not list(layout_problems(ParallelConfig(**parallel), shape))
 
 
 def test_data_parallel_size() -> None:

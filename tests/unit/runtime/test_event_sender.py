@@ -19,6 +19,7 @@ from bapo_megatron.runtime import event_sender
 from bapo_megatron.runtime.event_sender import EventSender, Patience, Progress, SenderSettings, read_progress
 from bapo_megatron.runtime.event_targets import Refused
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
+from tests.support.waiting import until
 from tests.support.webhook import Webhook
 
 DEADLINE_S = 300.0
@@ -238,10 +239,7 @@ def parent_and_sender(asked: SenderSettings) -> tuple[subprocess.Popen[str], int
 
 
 def wait_for(hook: Webhook, *kinds: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while hook.kinds() != list(kinds):
-        assert time.monotonic() < deadline, hook.kinds()
-        time.sleep(0.02)
+    until(lambda: hook.kinds() == list(kinds), hook.kinds)
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGUSR1])

@@ -40,13 +40,6 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(torch.cuda, "init", init)
 
 
-def test_a_machine_without_a_gpu_computes_on_its_cpu(bare_machine: Path) -> None:
-    (bare_machine / "dev/nvidiactl").touch()  # no GPU
-    assert list(gpu_signs()) == []
-    assert not uses_gpu()
-    assert gpu_problem() is None
-
-
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize(
     ("name", "value", "asked"),
@@ -67,6 +60,8 @@ def test_a_job_says_whether_it_asked_for_gpus(
 
 
 def test_signs_of_the_machine(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (bare_machine / "dev/nvidiactl").touch()  # no GPU
+    assert (list(gpu_signs()), uses_gpu(), gpu_problem()) == ([], False, None)
     (bare_machine / "dev/nvidia3").touch()
     (bare_machine / "gpus/0000:18:00.0").mkdir()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")

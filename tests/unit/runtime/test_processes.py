@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,21 +25,9 @@ from bapo_megatron.runtime.child_process import (
     with_import_path,
     within,
 )
+from tests.support.waiting import is_alive, until
 
 ROOT = Path(__file__).parents[3]
-
-
-def alive(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 STUBBORN = """
@@ -102,15 +90,15 @@ def test_all_that_a_child_started_ends_with_the_parent_and_not_with_a_thread(
     with parent_of(code, kind) as (parent, named):
         assert len(named) == count
         time.sleep(0.5)  # the thread has ended: nothing is to happen
-        assert all(map(alive, named))
+        assert all(map(is_alive, named))
         parent.kill()
-        until(lambda: not any(map(alive, named)))
+        until(lambda: not any(map(is_alive, named)))
 
 
 def test_all_that_a_guarded_child_started_ends_with_it() -> None:
     with parent_of(STUBBORN, "guarded") as (parent, named):
         os.kill(named[0], signal.SIGKILL)  # as the kernel does where memory is short
-        until(lambda: not any(map(alive, named)))
+        until(lambda: not any(map(is_alive, named)))
         assert parent.poll() is None
 
 
@@ -119,8 +107,8 @@ def test_a_guarded_child_ends_with_its_guardian() -> None:
         guardian = psutil.Process(named[0]).ppid()
         assert guardian not in (1, os.getpid())
         os.kill(guardian, signal.SIGKILL)
-        until(lambda: not alive(named[0]))
-        assert not alive(named[0])
+        until(lambda: not is_alive(named[0]))
+        assert not is_alive(named[0])
 
 
 def started(code: str) -> tuple[ChildProcess, list[int]]:
@@ -133,7 +121,7 @@ def test_a_guarded_child_that_is_stopped_with_its_guardian_is_ended() -> None:
     child, named = started(STUBBORN)
     os.killpg(child.pid, signal.SIGSTOP)
     child.close()
-    assert not any(map(alive, named))
+    assert not any(map(is_alive, named))
     with pytest.raises(ProcessLookupError):
         os.killpg(child.pid, 0)
     child.close()  # a second time does nothing
@@ -177,9 +165,9 @@ def test_a_fork_ends_with_its_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT) as parent:
         assert parent.stdout is not None
         fork = int(parent.stdout.readline())
-        assert alive(fork)
+        assert is_alive(fork)
         parent.kill()
-    until(lambda: not alive(fork))
+    until(lambda: not is_alive(fork))
 
 
 def test_a_parent_that_died_before_the_setup_is_noticed() -> None:

@@ -307,18 +307,6 @@ def test_policies_outlive_samplers(scene: Scene, way: str, call: str, request: p
     assert scene.calls[-1] == "reload"
 
 
-def test_engines_with_their_own_gpus_need_no_hand_over(scene: Scene) -> None:
-    parts: Any = scene
-    rollout = CONFIG.rollout
-    split = dataclasses.replace(rollout, sglang=dataclasses.replace(rollout.sglang, colocated=False))
-    for changed in (split, dataclasses.replace(rollout, replay=Path("elsewhere"))):
-        config = dataclasses.replace(CONFIG, rollout=changed)
-        shared = GpuHandover(config, parts, parts, parts, scene.events.append)
-        shared.to_engines()
-        shared.to_policy()
-        assert (scene.calls, shared.metrics()) == ([], {})
-
-
 def test_a_policy_that_fits_beside_the_engines_is_not_offloaded(scene: Scene) -> None:
     parts: Any = scene
     scene.memory["policy"] = 0  # the scene asserts that nobody is there

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -22,6 +21,7 @@ from bapo_megatron.runtime.jsonl_log import JsonlLog, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records import metrics_log
 from bapo_megatron.trainer.records.metrics_log import Boards, MetricsLog, evaluation_means, kept_score
+from tests.support.waiting import until
 
 
 def no_report(_kind: str, **_fields: Any) -> None:
@@ -166,10 +166,7 @@ class Board:
         return [row["step"] for row in self.rows()]
 
     def wait_for(self, done: Callable[[], object]) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not done():
-            assert time.monotonic() < deadline, (self.shown, self.events, self.log())
-            time.sleep(0.02)
+        until(done, lambda: (self.shown, self.events, self.log()))
 
     def log(self) -> str:
         return self.paths.tracker_log("wandb").read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -47,6 +46,7 @@ from bapo_megatron.trainer.records.recorder import (
 from bapo_megatron.types import Group, Metrics, Prompt, Rollout, StepHeader
 from tests.support.bapo_objective import objective
 from tests.support.batches import NO_FILE, in_memory
+from tests.support.waiting import until
 from tests.support.webhook import Webhook
 
 NAMES = objective(grpo()).metric_names()
@@ -300,11 +300,8 @@ def sends(process: psutil.Process) -> bool:
 
 def the_sender() -> psutil.Process:
     """The one sender, as soon as its interpreter has begun: until then it has this process's command line."""
-    deadline = time.monotonic() + 300
-    while not (found := senders()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    [sender] = found
+    until(senders)
+    [sender] = senders()
     return sender
 
 

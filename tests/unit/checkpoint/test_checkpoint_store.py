@@ -43,13 +43,6 @@ def latest_of(store: CheckpointStore) -> Checkpoint | None:
     return latest_checkpoint(store._paths)
 
 
-def test_the_newest_is_found_with_its_state(store: CheckpointStore) -> None:
-    latest = latest_of(store)
-    assert latest is not None
-    assert (latest.step, latest.trainer) == (20, {"version": 80})
-    assert (latest.policy / "deep/weights.bin").read_bytes() == b"weights of 20"
-
-
 def flip_a_bit(folder: Path) -> None:
     path = folder / "policy/deep/weights.bin"
     data = bytearray(path.read_bytes())

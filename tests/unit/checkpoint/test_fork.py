@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from dataclasses import replace
@@ -93,18 +92,6 @@ def test_one_within_a_step_is_no_beginning(parent: Path, tmp_path: Path) -> None
         shutil.rmtree(parent / f"checkpoints/step_0000{step}")
     with pytest.raises(ConfigError, match="no checkpoint between two steps can be taken; there is none"):
         fork(parent, tmp_path / "child")
-
-
-def test_without_links_it_is_copied(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "link", lambda *_: _fail(errno.EXDEV))
-    fork(parent, tmp_path / "child")
-    file = "checkpoints/step_000020/policy/deep/weights.bin"
-    assert weights(tmp_path / "child") == b"weights of 20"
-    assert not os.path.samefile(tmp_path / "child" / file, parent / file)
-
-
-def _fail(number: int) -> None:
-    raise OSError(number, os.strerror(number))
 
 
 class Death(BaseException):

@@ -238,16 +238,6 @@ def test_a_bad_recipe_is_named(text: str, message: str, tmp_path: Path) -> None:
         load_recipe(path, RunConfig)
 
 
-def test_what_a_recipe_prints_is_not_on_standard_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """There scripts expect the id of a job (`bapo submit`), or JSON (`bapo plan --json`)."""
-    path = tmp_path / "chatty.py"
-    path.write_text("print('loading')\ndef recipe():\n    print('made')\n    return {}")
-    load_recipe(path, dict)
-    assert capsys.readouterr() == ("", "loading\nmade\n")
-
-
 def test_a_recipe_finds_every_section_in_one_place() -> None:
     def sections(kind: type) -> set[type]:
         found = [one for hint in get_type_hints(kind).values() for one in (hint, *get_args(hint))]
@@ -258,8 +248,10 @@ def test_a_recipe_finds_every_section_in_one_place() -> None:
     assert names <= vars(config).keys()
 
 
-def test_a_recipe_may_define_dataclasses(tmp_path: Path) -> None:
-    """Their annotations are looked up in its module."""
+def test_a_recipe_may_define_dataclasses_and_print(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Annotations are looked up in its module. On standard output scripts expect a job's id, or JSON."""
     path = tmp_path / "sized.py"
     path.write_text(
         "from __future__ import annotations\n"
@@ -267,6 +259,8 @@ def test_a_recipe_may_define_dataclasses(tmp_path: Path) -> None:
         "@dataclass\n"
         "class Sizes:\n"
         "    steps: int = 3\n"
+        "print('loading')\n"
         "def recipe(): return {'steps': Sizes().steps}\n"
     )
     assert load_recipe(path, dict) == {"steps": 3}
+    assert capsys.readouterr() == ("", "loading\n")

@@ -25,7 +25,6 @@ from bapo_megatron.config import (
 from bapo_megatron.config.sources import Sources
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.options import EvalOptions
-from bapo_megatron.reward.functions import check_function, load_function
 from tests.support.altered import altered
 
 RUN = RunConfig("run", ModelConfig(Path("model")), DataConfig(Path("data.jsonl")))
@@ -107,22 +106,6 @@ def test_planning_checks_the_settings_but_not_this_machine() -> None:
     check_names(judged(api_key_env="NOT_THERE_7"))
     with pytest.raises(ConfigError, match="reward.settings.modle=1: .*no such setting; its settings: "):
         check_names(judged(modle=1))
-
-
-def test_settings_of_a_function_of_ones_own_are_its_keyword_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "rewards_with_settings.py").write_text(
-        "def score(prompt, response, *, weight):\n    return weight * len(response)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    path = "rewards_with_settings:score"
-    loaded: Any = load_function(path, {"weight": 2.0})
-    assert loaded(None, "abc") == 6.0
-    with pytest.raises(ConfigError, match=r"cannot be called with a prompt and a response .*'weight'"):
-        load_function(path)
-    with pytest.raises(ConfigError, match=r"with a prompt and a response .*'x'"):
-        check_function(RewardConfig(function=path, settings={"weight": 1, "x": 2}))
 
 
 def test_an_evaluation_has_the_same_settings() -> None:

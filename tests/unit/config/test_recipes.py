@@ -21,7 +21,6 @@ from bapo_megatron.commands.doctor.recipe import placement_rows
 from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import flat
-from bapo_megatron.environment.settings import PythonSettings
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import find_shape
 from bapo_megatron.policy.layout import layout_problems
@@ -196,14 +195,3 @@ def test_four_gpus_or_a_tool_differ_in_nothing_else() -> None:
         assert differing(f"{whole}_four_gpus", whole) == {"parallel.data", "rollout.sglang.servers"}
     expected = {f"environment.{name}" for name in ("function", "settings", "max_turns", "workers")}
     assert differing("qwen3_4b_tools", "qwen3_4b_8k") == {"data.path", *expected}
-
-
-@pytest.mark.parametrize("name", ["qwen3_4b_tools", "qwen2_5_7b_tools"])
-def test_a_tool_that_prints_all_it_may_leaves_the_model_half_of_its_response(name: str) -> None:
-    """At 2.5 characters a token. And no call, run again behind all others, meets the limit of a step."""
-    run = load(name)
-    settings = PythonSettings(**run.environment.settings)
-    calls = run.environment.max_turns - 1
-    assert calls * settings.most_characters / 2.5 <= run.rollout.max_response_tokens / 2
-    assert calls * settings.limit_s < run.environment.step_limit_s
-    assert run.data.path == Path("data/skywork_python/data.jsonl")

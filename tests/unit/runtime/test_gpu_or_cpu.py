@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bapo_megatron.cli import run as bapo
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.runtime import device
@@ -168,25 +167,3 @@ def test_kernels_are_compiled_on_the_own_machine(
     os.environ["TRITON_CACHE_DIR"] = submitted
     monkeypatch.setattr(tempfile, "gettempdir", nowhere)
     assert prepared() == [None, None]
-
-
-@pytest.mark.parametrize("command", ["train", "eval"])
-def test_compute_commands_refuse_an_unusable_gpu(
-    command: str, bare_machine: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Exit code 2 and one message, before anything is started; `bapo plan` needs no device."""
-    monkeypatch.setenv("SLURM_GPUS_PER_NODE", "8")
-    fail_with(monkeypatch, RuntimeError("No CUDA GPUs are available"))
-    monkeypatch.setattr(
-        "bapo_megatron.rollout.engines.sglang.server_process.serve", lambda *_: pytest.fail("it was started")
-    )
-    recipe = Path(__file__).parents[3] / "recipes/demo_cpu.py"
-    demo = recipe.parent / "demo"
-    evaluation = [str(demo / "policy"), f"--suite={demo / 'eval.jsonl'}", "--max-response-tokens=64"]
-    flags = evaluation if command == "eval" else [str(recipe)]
-    monkeypatch.chdir(bare_machine if command == "eval" else recipe.parents[1])
-    assert bapo([command, *flags]) == 2
-    error = capfd.readouterr().err
-    assert "error: this machine should have a GPU (SLURM_GPUS_PER_NODE=8)" in error
-    assert "No CUDA GPUs are available" in error
-    assert bapo(["plan", str(recipe.with_name("bp_math_7b_64k.py"))]) == 0

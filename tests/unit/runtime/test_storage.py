@@ -26,13 +26,12 @@ from bapo_megatron.checkpoint.store import CheckpointStore, clear_leftovers
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.rollout.sampler.held_out import HeldOut
-from bapo_megatron.rollout.sampler.step_batches import StepFiles, read_step, write_step
+from bapo_megatron.rollout.sampler.step_batches import StepFiles
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal, read_records
 from bapo_megatron.runtime.exit_codes import report_error
 from bapo_megatron.runtime.jsonl_log import EventLog, append_event, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.storage import DiskError, FailingDiskError, OldFiles, writing
-from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
 from tests.support.models import SingleWriter, save_tiny_model
 from tests.support.saves import save, write_policy
 from tests.support.small_disk import fill, small_disk
@@ -51,12 +50,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return save_tiny_model("qwen2", tmp_path / "model")
-
-
-def batch(tokens: int) -> StepBatch:
-    ids = np.arange(tokens, dtype=np.int32)
-    rollout = Rollout(ids, ids.astype(np.float32), ids, "stop", 1.0)
-    return StepBatch((Group(Prompt(0, np.array([1], np.int32), "", ""), (rollout,)),), {})
 
 
 def full_then_not(disk: Path, write: Callable[[], object], named: Path) -> None:
@@ -137,12 +130,6 @@ def test_a_line_of_a_log(disk: Path) -> None:
     log.append({"n": 3})
     log.close()
     assert [row["n"] for row in read_jsonl(log.path)] == [0, 1, 2, 3]
-
-
-def test_the_rollouts_of_a_step(disk: Path) -> None:
-    full_then_not(disk, lambda: write_step(disk, 1, batch(10_000)), disk / "step_000001.npz")
-    assert len(read_step(disk, 1).groups[0].rollouts[0].token_ids_R) == 10_000
-    assert [path.name for path in disk.iterdir()] == ["step_000001.npz"]
 
 
 def test_the_journal(disk: Path) -> None:

@@ -283,13 +283,6 @@ def woken(scene: Scene, handover: GpuHandover, faults: dict[str, Any]) -> list[s
     return scene.since(place)
 
 
-@pytest.mark.parametrize("call", ["begin", "receive", "confirm"])
-def test_an_engine_without_ipc_sync_loads_from_disk(scene: Scene, handing: GpuHandover, call: str) -> None:
-    calls = woken(scene, handing, {"fails": {"two": call}})
-    ways = [one for one in calls if one.split()[0] not in ("begin", "receive", "confirm")]
-    assert ways == ["set aside", "write 4 of 6", "offload", "resume one", "end two", "start two", "admit"]
-
-
 @pytest.mark.parametrize(
     ("way", "call"), [("shared", "wake"), *(("handing", call.split()[0]) for call in (*WAKE[1:4], WAKE[5]))]
 )

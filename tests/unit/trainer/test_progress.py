@@ -35,18 +35,6 @@ def test_log_has_one_plain_line_a_step() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
-def test_remaining_time_follows_the_last_ten_steps() -> None:
-    progress = Progress(100, StringIO())
-    assert progress.remaining_s(0) is None
-    progress.update(1, {"time/step_s": 1000.0})
-    assert progress.remaining_s(1) == 99_000
-    for step in range(2, 12):
-        progress.update(step, {"time/step_s": 2.0})
-    assert progress.remaining_s(11) == pytest.approx(89 * 2.0)
-    progress.update(12, {"time/step_s": None})
-    assert progress.remaining_s(12) == pytest.approx(88 * 2.0)
-
-
 NO_GROUP = {"rollout/groups_sampled": 4.0, "rollout/groups": 0.0, "policy/updates": 0.0}
 TWELVE = {"rollout/groups_sampled": 12.0, "rollout/groups_failed": 1.0, "sampled/reward/failures": 5.0}
 RIGHT = "sampled/reward/correct_fraction"

@@ -18,9 +18,9 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import select
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +34,7 @@ from typing import IO, Any
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.runtime.event_kinds import ENDS, is_sent, sent_text
 from bapo_megatron.runtime.event_targets import LIMIT_S, Refused, send, shown
+from bapo_megatron.runtime.exit_codes import ignore_signals
 from bapo_megatron.runtime.files import file_time, open_lock, write_atomically
 from bapo_megatron.runtime.jsonl_log import EventLog, append_event, parse_row, rows_from_end
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -111,44 +112,14 @@ _STEPS = 10
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Stall limit of a run: a longer silence is a stall. Fixed minutes, or computed from step times."""
-
-    steps: int
-    """Steps of the whole run; after the last there is no limit."""
-    evaluate_every: int
-    """Steps between evaluations, which may take an hour; 0 for none."""
-    stalled_minutes: float | None
-    """Stall limit. None: three times the longest of the last ten steps, at least ten minutes; an hour before
-    the first step, which loads and compiles."""
-
-
-@dataclass(frozen=True)
 class Progress:
-    """Progress of a run, from its files: time of the last sign of life (seconds since 1970), last step, and
-    the longest of the last steps' durations. ``is_stalled`` compares the silence with a ``Patience``."""
+    """Progress of a run, from its files."""
 
     at: float
+    """Time of the last sign of life, seconds since 1970."""
     step: int
     longest_step_s: float | None
-
-    def silent_s(self, begun: float, now: float) -> float:
-        """Return seconds since the last sign of life or the start at ``begun``, on the file system's
-        clock."""
-        return now - max(self.at, begun)
-
-    def is_stalled(self, patience: Patience, begun: float, now: float) -> bool:
-        """Whether the run has been silent longer than its limit."""
-        return self.step < patience.steps and self.silent_s(begun, now) > self._limit_s(patience)
-
-    def _limit_s(self, patience: Patience) -> float:
-        if patience.stalled_minutes is not None:
-            return 60 * patience.stalled_minutes
-        if self.longest_step_s is None:
-            return _UNKNOWN_S
-        limit_s = max(_LEAST_S, _TIMES_LONGER * self.longest_step_s)
-        evaluates = patience.evaluate_every > 0 and self.step % patience.evaluate_every == 0
-        return max(limit_s, _UNKNOWN_S) if evaluates else limit_s
+    """Duration of the longest of the last ten steps; None before the first."""
 
 
 def read_progress(run: Path) -> Progress:
@@ -183,20 +154,22 @@ _KILLED_S = 10.0
 """How long this process outlives a killed run to send queued events, seconds."""
 _BLOCK = 1 << 20
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Slurm sends these to every process of a job; this process must survive to report the run's end."""
-
 
 @dataclass(frozen=True)
-class SenderSettings(Patience):
-    """Settings of a run's event sender, a line of JSON on its standard input: run directory and name,
-    targets, offset in events.jsonl, stall limit."""
+class SenderSettings:
+    """Settings of a run's event sender, a line of JSON on its standard input."""
 
     run_dir: str
     name: str
     targets: tuple[str, ...]
     offset: int
     """Size of events.jsonl at the start; a new target receives nothing older."""
+    steps: int
+    """Steps of the whole run; after the last it cannot stall."""
+    evaluate_every: int
+    """Steps between evaluations; 0 for none."""
+    stalled_minutes: float | None
+    """Stall limit; None: computed from the last steps."""
 
     @property
     def paths(self) -> RunPaths:
@@ -204,6 +177,19 @@ class SenderSettings(Patience):
 
     def line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
+
+    def limit_s(self, progress: Progress) -> float:
+        """Return how long the run may be silent: ``stalled_minutes``, or three times the longest of the last
+        ten steps, at least ten minutes. At least an hour before the first step, which loads and compiles, and
+        where an evaluation is due."""
+        if progress.step >= self.steps:
+            return math.inf
+        if self.stalled_minutes is not None:
+            return 60 * self.stalled_minutes
+        evaluates = self.evaluate_every > 0 and progress.step % self.evaluate_every == 0
+        is_known = progress.longest_step_s is not None and not evaluates
+        least = _LEAST_S if is_known else _UNKNOWN_S
+        return max(least, _TIMES_LONGER * (progress.longest_step_s or 0.0))
 
 
 class EventSender:
@@ -270,8 +256,8 @@ class EventSender:
         except OSError:  # an NFS server is away, which this process must survive
             return
         now = file_time(self._paths.root)  # signs of progress are file times
-        last = now - progress.silent_s(self._begun, now)
-        if self._stalled_at is None and progress.is_stalled(self._order, self._begun, now):
+        last = max(progress.at, self._begun)
+        if self._stalled_at is None and now - last > self._order.limit_s(progress):
             self._stalled_at = last
             silent = f"no step, evaluation or rollout for {(now - last) / 60:.3g} min"
             self._note("stalled", step=progress.step, message=silent)
@@ -354,8 +340,7 @@ def _is_readable(orders: IO[bytes], limit_s: float = 0.0) -> bool:
 
 def main(arguments: Sequence[str]) -> None:
     """Entry point; the argument is the trainer's process id."""
-    for number in _SIGNALS:
-        signal.signal(number, lambda *_: None)  # commands inherit SIG_IGN but not a handler
+    ignore_signals()  # Slurm sends them to every process of a job, and this one reports the run's end
     with open(0, "rb", buffering=0) as orders:  # unbuffered, so select sees every line
         order = SenderSettings(**json.loads(orders.readline()))
         with open_lock(order.paths.on_event_lock) as lock:

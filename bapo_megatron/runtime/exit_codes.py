@@ -121,8 +121,8 @@ def holding_signals() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Ignore the stop signals in this process, a child of the trainer, from now on."""
-    for number in SIGNALS:
+    """Ignore the stop signals and Ctrl-C in this process, a child of the trainer, from now on."""
+    for number in (*SIGNALS, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # commands inherit SIG_IGN but not a handler
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 

@@ -168,16 +168,9 @@ def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _cut_torn_tail(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        whole = size = file.seek(0, os.SEEK_END)
-        while whole:
-            begin = max(0, whole - _BLOCK)
-            file.seek(begin)
-            if (newline := file.read(whole - begin).rfind(b"\n")) >= 0:
-                whole = begin + newline + 1
-                break
-            whole = begin
-        if whole < size:
-            file.truncate(whole)
+    if path.exists() and path.stat().st_size:
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                begin, _ = next(_lines_from_end(file))
+                file.truncate(begin)

@@ -14,7 +14,6 @@ import asyncio
 import ctypes
 import gc
 import os
-import signal
 import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, suppress
@@ -193,7 +192,6 @@ def _failed(error: Exception) -> tuple[str, str, str]:
 def main() -> None:
     """Run the sampler process until the pipe closes."""
     die_with_parent()  # enforced by the kernel, even if this process is stopped or hangs
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     ignore_signals()  # the trainer needs the sampler until it has saved
     allow_open_files()  # one connection per in-flight request
     pipe = Connection(int(sys.argv[1]))

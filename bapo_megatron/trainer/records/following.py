@@ -13,7 +13,6 @@ from __future__ import annotations
 import heapq
 import os
 import select
-import signal
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from bapo_megatron.runtime.event_kinds import ENDS, last_turn
+from bapo_megatron.runtime.exit_codes import ignore_signals
 from bapo_megatron.runtime.jsonl_log import append_event, parse_row, rows_from_end
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.trackers import (
@@ -41,7 +41,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 240.0
 
 _POLL_S = 1.0
 _PROBLEM_CHARACTERS = 500
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -199,8 +198,7 @@ def _watch(parent: int, ended: threading.Event, limit_s: float) -> None:
 
 def main(root: str, name: str, resume_step: str, limit_s: str) -> int:
     """Follow the run to its end; return exit code 0 if the tracker has every row, 1 if it lacks the last."""
-    for number in _SIGNALS:
-        signal.signal(number, lambda *_: None)
+    ignore_signals()
     os.nice(10)
     console = os.fdopen(os.dup(2), "w")
     os.dup2(1, 2)

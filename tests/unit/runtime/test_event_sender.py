@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.runtime import event_sender
-from bapo_megatron.runtime.event_sender import EventSender, Patience, Progress, SenderSettings, read_progress
+from bapo_megatron.runtime.event_sender import EventSender, Progress, SenderSettings, read_progress
 from bapo_megatron.runtime.event_targets import Refused
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
 from tests.support.waiting import until
@@ -41,8 +42,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def order(run: Path, *targets: str, **changes: Any) -> SenderSettings:
-    plain = SenderSettings(9, 0, None, run_dir=str(run), name="r", targets=targets, offset=0)
-    return replace(plain, **changes)
+    return replace(SenderSettings(str(run), "r", targets, 0, 9, 0, None), **changes)
 
 
 def written(run: Path, *kinds: str) -> None:
@@ -122,22 +122,21 @@ def test_a_log_that_lost_its_end_is_read_from_there(run: Path, hook: Webhook) ->
 
 
 @pytest.mark.parametrize(
-    ("step", "longest_s", "patience", "limit_s"),
+    ("step", "longest_s", "every", "minutes", "limit_s"),
     [
-        (5, 100.0, Patience(9, 0, None), 600.0),  # three times 100 s is less than ten minutes
-        (5, 1000.0, Patience(9, 0, None), 3000.0),
-        (0, None, Patience(9, 0, None), 3600.0),
-        (5, 100.0, Patience(9, 5, None), 3600.0),  # an evaluation is due
-        (5, 100.0, Patience(9, 4, None), 600.0),
-        (5, 1000.0, Patience(9, 5, 2.0), 120.0),
+        (5, 100.0, 0, None, 600.0),  # three times 100 s is less than ten minutes
+        (5, 1000.0, 4, None, 3000.0),
+        (0, None, 0, None, 3600.0),
+        (5, 100.0, 5, None, 3600.0),  # an evaluation is due
+        (5, 1000.0, 5, 2.0, 120.0),
+        (9, 1000.0, 5, 2.0, math.inf),  # the last step
     ],
 )
-def test_stall_limit_of_a_run(step: int, longest_s: float | None, patience: Patience, limit_s: float) -> None:
-    progress = Progress(at=1000.0, step=step, longest_step_s=longest_s)
-    assert not progress.is_stalled(patience, begun=0.0, now=1000.0 + limit_s)
-    assert progress.is_stalled(patience, begun=0.0, now=1000.1 + limit_s)
-    assert not progress.is_stalled(patience, begun=1.0 + 1000, now=1000.1 + limit_s)  # it began later
-    assert not replace(progress, step=9).is_stalled(patience, begun=0.0, now=1e9)  # the last step
+def test_stall_limit_of_a_run(
+    step: int, longest_s: float | None, every: int, minutes: float | None, limit_s: float
+) -> None:
+    asked = order(Path("run"), evaluate_every=every, stalled_minutes=minutes)
+    assert asked.limit_s(Progress(1000.0, step, longest_s)) == limit_s
 
 
 def test_signs_of_life_are_steps_and_what_the_sampler_writes(run: Path) -> None:

@@ -94,31 +94,23 @@ def test_an_export_is_the_last_one_if_no_checkpoint_came_after_it(tmp_path: Path
         assert not recorder.is_exported(export), "it has the weights of another step"
 
 
-FINISHED = "sampled/environment/finish_"
-
-
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
-        ({"turns": 1.0, "length": 0.0}, "100% at environment.max_turns=8, before"),
-        ({"turns": 5 / 24, "length": 19 / 24}, "at environment.max_turns=8 and 79% at rollout.max_resp"),
-        ({"turns": 0.9, "length": 0.0, "stop": 0.1}, None),
-        ({"turns": 1.0, "length": 0.0, "reward": 0.0}, None),  # given before the cut
-        ({}, None),
+        ({"finish_turns": 5 / 24, "finish_length": 19 / 24}, "max_turns=8 and 79% at rollout.max_resp"),
+        ({"finish_turns": 0.9, "finish_stop": 0.1}, None),
+        ({"finish_turns": 1.0, "reward_turn_1": 0.0}, None),  # given before the cut
     ],
 )
 def test_a_step_whose_episodes_were_all_cut_is_told(metrics: dict[str, float], said: str | None) -> None:
     """Their programs gave no reward, and the mean looks like that of wrong answers."""
-    named = {f"{FINISHED}{name}": value for name, value in metrics.items() if name != "reward"}
-    if "reward" in metrics:
-        named["sampled/environment/reward_turn_1"] = metrics["reward"]
-    config = run_config(Path("run"))
-    assert [said in text for text in cut_episodes(config, named)] == ([True] if said else [])
     sources = tuple(SourceConfig(Path(f"{name}.jsonl")) for name in ("cut", "whole"))
-    mixed = replace(config, data=DataConfig(sources=sources))
-    of = {name.replace("sampled/", "sampled/source/cut/"): value for name, value in named.items()}
-    told = list(cut_episodes(mixed, {**of, "sampled/source/whole/environment/finish_turns": 0.5}))
-    assert ["all episodes of source cut were cut, " in text for text in told] == ([True] if said else [])
+    config = replace(run_config(Path("run")), data=DataConfig(sources=sources))
+    named = {f"sampled/source/cut/environment/{name}": value for name, value in metrics.items()}
+    told = list(cut_episodes(config, {**named, "sampled/source/whole/environment/finish_turns": 0.5}))
+    assert [f"all episodes of source cut were cut, 21% at environment.{said}" in text for text in told] == (
+        [True] if said else []
+    )
 
 
 def run_config(run_dir: Path) -> RunConfig:
@@ -180,7 +172,7 @@ def test_what_a_recorder_warns_of_is_an_event_and_printed_once(
     recorder = Recorder(run_config(tmp_path), 1, True)
     for step, updates in enumerate([[KEPT], [KEPT, REJECTED, KEPT, REJECTED], [REJECTED]], 1):
         recorder.step(step, updates, {"reward/mean": 0.0})
-    recorder.step(4, [KEPT], {"reward/mean": 0.0, f"{FINISHED}turns": 1.0})
+    recorder.step(4, [KEPT], {"reward/mean": 0.0, "sampled/environment/finish_turns": 1.0})
     recorder.no_updates()
     recorder.close()
     _, *events = read_jsonl(tmp_path / "events.jsonl")

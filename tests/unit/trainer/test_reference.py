@@ -143,12 +143,6 @@ def loading(*digests: str) -> Any:
     )
 
 
-@pytest.fixture(autouse=True)
-def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "broadcast_from_main", lambda value: value)
-    monkeypatch.setattr(reference, "is_main", lambda: True)
-
-
 def test_other_weights_than_the_run_began_with_are_refused(tmp_path: Path) -> None:
     policy = loading("a1")
     record = load_reference(config_of(tmp_path), policy)

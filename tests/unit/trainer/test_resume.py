@@ -1,30 +1,25 @@
-"""What a resumed run continues with: differences that are accepted by name, and its number of threads."""
+"""The state that a resumed run continues with: differences, and which of them are accepted by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bapo_megatron.checkpoint.reader import Checkpoint
-from bapo_megatron.checkpoint.run_directory import store_config
-from bapo_megatron.config import RunConfig, load_recipe
 from bapo_megatron.errors import ResumeError
 from bapo_megatron.runtime.event_kinds import event_text, is_trouble
 from bapo_megatron.trainer import resume
-from tests.support.forked_commands import ROOT
 from tests.support.small_steps import run_config
+
+pytestmark = pytest.mark.usefixtures("one_process_group")
 
 FOUND = {"canary": "log-probs of the canary: 0.3", "weights": "bits of the weights: aa, bb now"}
 
 
 @pytest.fixture(autouse=True)
 def _differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "broadcast_from_main", lambda value: value)
     monkeypatch.setattr(resume, "state_fingerprint", lambda *_: {})
     monkeypatch.setattr(resume, "fingerprint_differences", lambda *_: FOUND)
 
@@ -66,50 +61,3 @@ def test_a_checkpoint_passed_over_or_without_digests_is_an_event(monkeypatch: py
     assert event["kind"] == "resume_check"
     assert "are not compared" in event["message"]
     assert events() == []
-
-
-@pytest.fixture(autouse=True)
-def present(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One process, whose environment gives three threads; its own number comes back."""
-    before = torch.get_num_threads()
-    monkeypatch.setattr(resume, "broadcast_from_main", lambda value: value)
-    monkeypatch.setattr(resume, "is_main", lambda: True)
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-def _pinned(config: RunConfig) -> tuple[RunConfig, dict[str, Any] | None]:
-    return resume.pin_threads(config, resume.read_begun(config.directory))
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    """A run that begins."""
-    return replace(load_recipe(ROOT / "recipes/demo_cpu.py", RunConfig), run_dir=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("stored", "changed", "threads", "kind"),
-    [
-        (None, {}, 3, None),  # a new run takes the environment's
-        (2, {}, 2, "threads_kept"),  # a resumed run keeps its own
-        (2, {"threads": 1}, 1, None),  # a configured number wins
-    ],
-)
-def test_number_of_threads(
-    config: RunConfig, stored: int | None, changed: dict[str, Any], threads: int, kind: str | None
-) -> None:
-    if stored is not None:
-        store_config(replace(config, threads=stored))
-    pinned, event = _pinned(replace(config, **changed))
-    assert pinned.threads == torch.get_num_threads() == threads
-    assert (event and (event["kind"], event["threads"], event["environment"])) == (
-        kind and (kind, threads, 3)
-    )
-
-
-def test_a_gpu_takes_a_configured_number_alone(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "has_cuda", lambda: True)
-    assert _pinned(config) == (config, None)
-    assert _pinned(replace(config, threads=1))[0].threads == torch.get_num_threads() == 1

@@ -56,17 +56,6 @@ def test_an_environment_that_does_not_fit_is_refused(fields: dict[str, Any], mes
         mixed(a=None, b=EnvironmentConfig(**{"function": "a.b:Name", **fields})).check()
 
 
-def test_an_evaluation_has_the_section_too() -> None:
-    options = EvalOptions(Path("model"), "aime24", environment=within(max_turns=2).environment)
-    options.check()
-    assert options.run_config(Path("model"), Path("out"), 10).environment == options.environment
-    assert options.sampling()["environment"] == {"function": "a.b:Name", "settings": {}, "max_turns": 2}
-    assert "environment" not in EvalOptions(Path("model"), "aime24").sampling(), "as it was stored before"
-    wrong = dataclasses.replace(options, environment=EnvironmentConfig("Name"))
-    with pytest.raises(ConfigError, match="environment.function='Name' names no class"):
-        wrong.check()
-
-
 def mixed(run: RunConfig = RUN, **own: EnvironmentConfig | None) -> RunConfig:
     sources = tuple(SourceConfig(Path(f"{name}.jsonl"), environment=one) for name, one in own.items())
     return dataclasses.replace(run, data=DataConfig(sources=sources))
@@ -109,10 +98,16 @@ def test_planning_checks_the_settings_but_not_this_machine() -> None:
 
 
 def test_an_evaluation_has_the_same_settings() -> None:
-    options = EvalOptions(Path("model"), "aime24", reward="llm_judge", reward_settings=JUDGE)
+    tool = within(max_turns=2).environment
+    judge: dict[str, Any] = {"reward": "llm_judge", "reward_settings": JUDGE}
+    options = EvalOptions(Path("model"), "aime24", **judge, environment=tool)
     options.check()
-    assert options.run_config(Path("model"), Path("out"), 10).reward.settings == JUDGE
+    run = options.run_config(Path("model"), Path("out"), 10)
+    assert (run.reward.settings, run.environment) == (JUDGE, tool)
+    assert options.sampling()["environment"] == {"function": "a.b:Name", "settings": {}, "max_turns": 2}
+    assert "environment" not in EvalOptions(Path("model"), "aime24").sampling(), "as it was stored before"
     for change, message in (
+        ({"environment": EnvironmentConfig("Name")}, "environment.function='Name' names no class"),
         ({"reward": None}, "reward_settings needs reward"),
         ({"reward": "judge"}, "reward=judge must be package.module:function or .* llm_judge"),
         ({"sandbox_url": "host"}, "sandbox_url is not an address"),

@@ -25,7 +25,7 @@ from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.train import update
-from bapo_megatron.trainer.corrections import METRICS, corrected, correction_metrics, with_old_log_probs
+from bapo_megatron.trainer.corrections import METRICS, corrected, with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.runs import run_of
@@ -301,14 +301,6 @@ def test_broken_weights_end_the_run_instead_of_rejecting_their_responses(limit: 
     with pytest.raises(FloatingPointError, match="have overflowed"):
         groups = GROUPS if "off_policy_delta" in limit else with_old_log_probs(policy, GROUPS, 64, None)
         corrected(policy, groups, settings, 64, False)
-
-
-def test_a_run_without_corrections_has_no_metrics_of_them() -> None:
-    assert correction_metrics(AlgorithmConfig()) == ()
-    assert correction_metrics(AlgorithmConfig(importance_cap=2.0, old_log_probs="trainer")) == METRICS
-    policy: Any = ShiftedPolicy()
-    assert corrected(policy, GROUPS, AlgorithmConfig(), 64, False) == (GROUPS, {})
-    assert not run(algorithm(), GROUPS)[0].keys() & set(METRICS)
 
 
 def test_the_mean_weight_is_that_of_the_tokens_that_are_left() -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +105,6 @@ class Owner:
         return sorted(path.name for path in self.paths.checkpoints.iterdir())
 
 
-def exporters() -> list[psutil.Process]:
-    """The processes that export for this one; other tests may have left it other children."""
-    return [child for child in psutil.Process().children() if _exports(child)]
-
-
-def _exports(child: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):  # also a zombie that another test has left
-        while not (line := child.cmdline()):  # within its exec
-            time.sleep(0.01)
-        return "bapo_megatron.checkpoint.exports" in line
-    return False
-
-
 @pytest.fixture
 def owner(tmp_path: Path, model: Path, policy: Path) -> Iterator[Owner]:
     owner = Owner(tmp_path, model, policy)
@@ -125,11 +112,16 @@ def owner(tmp_path: Path, model: Path, policy: Path) -> Iterator[Owner]:
     owner.exports.close()
 
 
+def process_of(owner: Owner) -> Any:
+    """The process that exports now."""
+    return owner.exports._process
+
+
 @pytest.fixture
 def halted(owner: Owner) -> Iterator[psutil.Process]:
     """The export of step 10 as a process that has just begun and is halted: it lasts until it is woken."""
     owner.reach(10)
-    [child] = exporters()
+    child = psutil.Process(process_of(owner).pid)
     child.suspend()
     yield child
     if child.is_running():
@@ -170,7 +162,7 @@ def test_its_checkpoint_stays_as_long_as_it_is_read(owner: Owner, halted: psutil
 def test_one_at_a_time_then_the_newest(owner: Owner, halted: psutil.Process, model: Path) -> None:
     for step in (20, 30, 40):
         owner.reach(step)
-        assert [child.pid for child in exporters()] == [halted.pid]
+        assert process_of(owner).pid == halted.pid
     assert [event for event in owner.events if event["kind"] == "export_skipped"] == [
         {"kind": "export_skipped", "step": 20, "newer": 30},
         {"kind": "export_skipped", "step": 30, "newer": 40},
@@ -290,9 +282,10 @@ def test_a_kill_of_the_trainer_at_any_moment_ends_it_and_the_next_run_makes_it_w
     took = time.monotonic() - start
     whole = folder_bytes(owner.paths.step_export(10))
     unfinished = 0
-    for share in (0.1, 0.4, 0.8):
+    for share in (0.0, 0.4, 0.8):
         shutil.rmtree(owner.paths.step_export(10), ignore_errors=True)
         with trainer(run_dir, big) as child:
+            until(lambda: list(owner.paths.step_exports.glob(".step_*.tmp")))  # it has begun
             time.sleep(share * took)
         child.wait(DEADLINE_S)
         if owner.paths.step_export(10).exists():

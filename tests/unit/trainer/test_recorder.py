@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -46,7 +45,6 @@ from bapo_megatron.trainer.records.recorder import (
 from bapo_megatron.types import Group, Metrics, Prompt, Rollout, StepHeader
 from tests.support.bapo_objective import objective
 from tests.support.batches import NO_FILE, in_memory
-from tests.support.waiting import until
 from tests.support.webhook import Webhook
 
 NAMES = objective(grpo()).metric_names()
@@ -279,27 +277,17 @@ def test_a_finished_run_records_done_once(config: RunConfig) -> None:
     assert read_jsonl(log.path)[-1]["step"] == 7
 
 
-def senders() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if sends(child)]
-
-
-def sends(process: psutil.Process) -> bool:
-    try:
-        return "bapo_megatron.runtime.event_sender" in process.cmdline()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):  # a child of another test
-        return False
-
-
-def the_sender() -> psutil.Process:
-    """The one sender, as soon as its interpreter has begun: until then it has this process's command line."""
-    until(senders)
-    [sender] = senders()
-    return sender
+@pytest.fixture
+def senders(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The senders that a test starts."""
+    started, start = list[Any](), recorder._start_sender
+    monkeypatch.setattr(recorder, "_start_sender", lambda one: started.append(start(one)) or started[-1])
+    return started
 
 
 @pytest.mark.parametrize("error", [None, Preempted("SIGTERM"), KeyboardInterrupt()])
 def test_the_end_event_is_sent_before_the_run_exits(
-    error: BaseException | None, config: RunConfig, hook: Webhook, monkeypatch: pytest.MonkeyPatch
+    error: BaseException | None, config: RunConfig, hook: Webhook, senders: list[Any], monkeypatch: Any
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr(recorder, "last_wait_s", lambda most: waited.append(last_wait_s(most)) or waited[-1])
@@ -308,7 +296,7 @@ def test_the_end_event_is_sent_before_the_run_exits(
     log({"kind": "done"})  # of an earlier time, before there was a target
     config = replace(config, logging=LoggingConfig(on_event=("$HOOK",)))
     with suppress(Preempted, KeyboardInterrupt), sending_events(config), recorded_end(config, True, log):
-        sender = the_sender()
+        sender = psutil.Process(senders[0].pid)
         assert "S3CRET" not in " ".join(sender.cmdline())
         assert sender.environ()["PYTHONPATH"].split(os.pathsep) == list(filter(None, sys.path))
         log({"kind": "resume"})
@@ -318,11 +306,12 @@ def test_the_end_event_is_sent_before_the_run_exits(
     assert not sender.is_running()
 
 
-def test_a_dead_sender_is_told(config: RunConfig, hook: Webhook, capfd: pytest.CaptureFixture[str]) -> None:
-    config = replace(config, logging=LoggingConfig(on_event=(hook.url,)))
+def test_a_dead_sender_is_told(
+    config: RunConfig, senders: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(config, logging=LoggingConfig(on_event=("true",)))
     with sending_events(config):
-        sender = the_sender()
-        os.kill(sender.pid, signal.SIGKILL)
+        senders[0].kill()
     assert (
         "warning: logging.on_event: the process that sends events has ended with -9" in capfd.readouterr().err
     )

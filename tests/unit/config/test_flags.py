@@ -73,25 +73,20 @@ def test_a_switch_of_a_section(off: list[str]) -> None:
     assert parsed("--inner.is_on").inner.is_on
 
 
-def test_a_switch_takes_no_other_word() -> None:
-    """What follows may be another argument."""
-    assert in_tyros_form(Options, ["--overwrite", "b.jsonl"]) == ["--overwrite", "b.jsonl"]
-    assert parsed("--overwrite").overwrite
-
-
-def test_the_name_of_a_file_may_have_an_equals_sign() -> None:
-    """Or begin like a section."""
-    names = ("lr=3.jsonl", "/data/a=b", "inner.d/x=1")
-    assert parsed(*names).sources == ("a.jsonl", *names)
-
-
-@pytest.mark.parametrize("value", ["inner.keep_last=5", "steps=5", "inner.d/x=1"])
-def test_the_value_of_a_flag_is_no_flag(value: str) -> None:
-    words = ["--sources", value, "--steps", "2"]
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--overwrite", "b.jsonl"],
+        ["--sources", "inner.keep_last=5", "--steps", "2"],
+        ["lr=3.jsonl", "/data/a=b", "inner.d/x=1"],
+    ],
+)
+def test_words_that_are_no_flags(words: list[str]) -> None:
+    """Another argument behind a switch, a flag's value, names of files."""
     assert in_tyros_form(Options, words) == words
 
 
-def test_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe() -> None:
     default = load_recipe(DEMO, RunConfig)
     words = ["algorithm.reuse_epochs=3", "logging.tensorboard=false", "--optimizer.lr", "1e-3"]
     found = parse_options(RunConfig, "bapo train", words, default)

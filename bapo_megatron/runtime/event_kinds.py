@@ -8,9 +8,9 @@ neither shown nor sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from bapo_megatron.errors import printable
 
@@ -21,8 +21,7 @@ MOST_TEXT = 1000
 """Most characters of an event's text; chat services cut longer ones."""
 
 
-@dataclass(frozen=True)
-class EventKind:
+class EventKind(NamedTuple):
     """Event kind: its meaning, whether `bapo status` shows it as the last error, and whether it is sent."""
 
     meaning: str
@@ -30,17 +29,8 @@ class EventKind:
     is_sent: bool = False
 
 
-def _usual(meaning: str) -> EventKind:
-    return EventKind(meaning)
-
-
-def _news(meaning: str) -> EventKind:
-    return EventKind(meaning, is_sent=True)
-
-
-def _trouble(meaning: str) -> EventKind:
-    return EventKind(meaning, is_trouble=True, is_sent=True)
-
+_usual, _news = EventKind, partial(EventKind, is_sent=True)
+_trouble = partial(EventKind, is_trouble=True, is_sent=True)
 
 EVENT_KINDS = {
     # the run's start and end
@@ -158,12 +148,12 @@ _WORDS = ("reason", "cause", "why", "message", "engine", "server", "nodes")
 
 def is_trouble(event: dict[str, Any]) -> bool:
     """Whether `bapo status` shows this kind of event as the last error."""
-    return str(event.get("kind")) in EVENT_KINDS and EVENT_KINDS[str(event["kind"])].is_trouble
+    return EVENT_KINDS.get(str(event.get("kind")), _usual("unknown")).is_trouble
 
 
 def is_sent(event: dict[str, Any]) -> bool:
     """Whether `logging.on_event` sends this kind of event."""
-    return str(event.get("kind")) in EVENT_KINDS and EVENT_KINDS[str(event["kind"])].is_sent
+    return EVENT_KINDS.get(str(event.get("kind")), _usual("unknown")).is_sent
 
 
 def event_text(event: dict[str, Any]) -> str:

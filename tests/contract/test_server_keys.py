@@ -1,11 +1,10 @@
-"""API-key authentication of a real SGLang server and SGLang's router."""
+"""API-key authentication of a real SGLang server. (The router's: test_router.py.)"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,51 +17,28 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-import bapo_megatron.rollout.engines.sglang_launch as launch_folder
 from bapo_megatron.rollout.engines.sglang.authorization import Authorization
-from bapo_megatron.rollout.engines.sglang.server_process import (
-    ServerProcess,
-    server_environment,
-    sglang_python,
-)
-from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE, make_key_file, read_key_file
-from bapo_megatron.runtime.distributed import free_port
+from bapo_megatron.rollout.engines.sglang.server_process import ServerProcess
+from bapo_megatron.rollout.engines.sglang_launch.api_key import make_key_file, read_key_file
 from bapo_megatron.types import GenerateRequest, SamplingParams
 
 from .conftest import FLAGS, engine_on, start_server
 
 pytestmark = pytest.mark.slow
 
-ROUTER = Path(launch_folder.__file__).with_name("router.py")
 GENERATE = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
-GROUP = {
-    "master_address": "127.0.0.1",
-    "master_port": 9,
-    "rank_offset": 1,
-    "world_size": 2,
-    "group_name": "g",
-}
 ENDPOINTS: dict[str, Any] = {
     "/generate": GENERATE,
-    "/v1/chat/completions": {"model": "m", "messages": []},
     "/update_weights_from_disk": {"model_path": "/nowhere", "weight_version": "9"},
-    "/init_weights_update_group": {**GROUP, "group_name": "g", "backend": "gloo"},
-    "/destroy_weights_update_group": {"group_name": "g"},
-    "/begin_weight_update": {},
-    "/update_weights_from_distributed": {"names": [], "dtypes": [], "shapes": [], "group_name": "g"},
-    "/update_weights_from_tensor": {},
-    "/end_weight_update": {},
     "/update_weight_version": {"new_version": "9"},
+    "/init_weights_update_group": {},
+    "/update_weights_from_tensor": {},
+    "/begin_weight_update": {},
     "/weights_checker": {"action": "checksum"},
     "/pause_generation": {"mode": "in_place"},
-    "/continue_generation": {},
     "/abort_request": {"abort_all": True},
-    "/flush_cache": {},
-    "/release_memory_occupation": {},
     "/model_info": None,
     "/server_info": None,
-    "/get_server_info": None,
-    "/openapi.json": None,
 }
 """What each gets; None: it is read."""
 
@@ -144,35 +120,3 @@ def test_the_key_is_neither_in_its_log_nor_in_the_list_of_processes(server: Keye
     assert len(processes) >= 3
     for one in processes:
         assert server.key not in " ".join(one.cmdline()) + str(one.environ())
-
-
-def test_the_router_requires_and_forwards_the_key(server: Keyed) -> None:
-    port, metrics = free_port(), free_port()
-    command = [
-        *(str(sglang_python()), str(ROUTER), "--host", "127.0.0.1", "--port", str(port)),
-        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)),
-        *("--worker-urls", server.process.url, "--health-check-endpoint", "/model_info"),
-        *("--health-check-interval-secs", "1", "--disable-retries"),
-    ]
-    environment = server_environment(cuda=False, key_file=server.folder / "api_key")
-    assert environment[VARIABLE].endswith("api_key")
-    log = server.folder / "router.log"
-    router = ServerProcess(command, environment, f"http://127.0.0.1:{port}", log)
-    try:
-        deadline = time.monotonic() + 300
-        while _status(router.url, server.key) != 200:
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
-        for wrong in (None, "o" * 43):
-            assert call(router.url, "/generate", GENERATE, wrong) == 401
-            assert call(router.url, "/workers", {"url": "http://127.0.0.1:9"}, wrong) == 401
-        assert server.key not in log.read_text()
-    finally:
-        router.stop(seconds=1)
-
-
-def _status(url: str, key: str) -> int | None:
-    try:
-        return call(url, "/generate", GENERATE, key)
-    except OSError:  # it does not listen yet
-        return None

@@ -64,7 +64,7 @@ def rows_of(url: str, facts: RecipeFacts) -> list[DoctorRow]:
         found = f"no answer: {ready.reason}"
         return [DoctorRow(SECTION, url, "problem", found, "an SGLang server", fix)]
     if ready.status == 404:
-        return [_other_program(url)]
+        return [_other_program(url, facts)]
     rows = [_ready_row(url, ready)]
     headers, key_row = key_check(url, facts)
     rows.append(key_row)
@@ -84,7 +84,9 @@ def get(url: str, deadline_s: float = DEADLINE_S, *, headers: Mapping[str, str] 
         return Answer(None, one_line(getattr(error, "reason", error)))
 
 
-def key_check(url: str, facts: RecipeFacts) -> tuple[dict[str, str] | None, DoctorRow]:
+def key_check(
+    url: str, facts: RecipeFacts, path_asked: str = "/model_info"
+) -> tuple[dict[str, str] | None, DoctorRow]:
     """Return the headers that the server at ``url`` accepts, None if it needs an unknown key, and its row."""
 
     def row(state: State, found: str, fix: str = "") -> DoctorRow:
@@ -97,7 +99,7 @@ def key_check(url: str, facts: RecipeFacts) -> tuple[dict[str, str] | None, Doct
         key = read_key_file(path) if named or os.path.lexists(path) else None
     except ValueError as error:
         return None, row("problem", str(error), f"correct the file, {name_file}")
-    if get(f"{url}/model_info").status != 401:
+    if get(f"{url}{path_asked}").status != 401:
         must = facts.require_api_key or not is_loopback(url)
         found = "asks for no API key: who reaches it can sample and replace its weights"
         fix = "start it with bapo rollout-server RECIPE --host HOST --port PORT"
@@ -105,7 +107,7 @@ def key_check(url: str, facts: RecipeFacts) -> tuple[dict[str, str] | None, Doct
     if key is None:
         return None, row("problem", "asks for an API key, and none is known here", name_file)
     headers = {"Authorization": f"Bearer {key.value}"}
-    if get(f"{url}/model_info", headers=headers).status == 401:
+    if get(f"{url}{path_asked}", headers=headers).status == 401:
         found = f"asks for another API key than that in {key.path}"
         return None, row("problem", found, f"start it with that file, or {name_file}")
     return headers, row("ok", f"asks for the API key in {key.path}")
@@ -154,9 +156,10 @@ def _ready_row(url: str, ready: Answer) -> DoctorRow:
     return DoctorRow(SECTION, url, "problem", found, "status 200 from /ready", fix)
 
 
-def _other_program(url: str) -> DoctorRow:
+def _other_program(url: str, facts: RecipeFacts) -> DoctorRow:
     """Return the row of a server without ``/ready``: SGLang's router or another program."""
-    workers = get(f"{url}/workers").fields.get("workers")
+    headers, _ = key_check(url, facts, "/workers")
+    workers = get(f"{url}/workers", headers=headers).fields.get("workers")
     if isinstance(workers, list):
         known = " ".join(str(worker.get("url")) for worker in workers if isinstance(worker, dict))
         fix = f"name its servers (docs/sglang.md#the-router): --rollout.sglang.urls {known}".rstrip()

@@ -117,7 +117,7 @@ end_server() {  # process: end a server that hangs, with its schedulers: those t
 }
 
 keep_server() {  # number, recipe and flags: run one server, and restart it whenever it ends or hangs
-    local number=$1 pid pause=1 began code longest own
+    local number=$1 pid pause=1 began code longest
     # Another port on each node: nodes may be one machine.
     local port=$((BAPO_FIRST_PORT + SLURM_NODEID * BAPO_SERVERS_PER_NODE + number))
     local at=${host/#0.0.0.0/127.0.0.1}
@@ -128,9 +128,7 @@ keep_server() {  # number, recipe and flags: run one server, and restart it when
         register "$port" starting
         began=$SECONDS
         longest=''
-        # For its sockets: the server is its own process, so nobody else would remove them.
-        own=$(mktemp -d "${TMPDIR:-/tmp}/bapo-XXXX" 2>/dev/null || mktemp -d /tmp/bapo-XXXX)
-        TMPDIR=$own "$BAPO_PYTHON" -m bapo_megatron.cli rollout-server "$@" --run-dir "$BAPO_RUN" --host "$host" \
+        "$BAPO_PYTHON" -m bapo_megatron.cli rollout-server "$@" --run-dir "$BAPO_RUN" --host "$host" \
             --port "$port" --rollout.sglang.first-gpu $((number * BAPO_SERVER_GPUS)) &
         pid=$!
         until is_ready "$at" "$port" || ! kill -0 "$pid" 2>/dev/null; do
@@ -152,7 +150,6 @@ keep_server() {  # number, recipe and flags: run one server, and restart it when
         done
         wait "$pid"
         code=$?
-        rm -rf "$own"
         register "$port" down
         BAPO_TRAINER=other bapo_event server_ended "engine=http://$SLURMD_NODENAME:$port" "exit_code=$code"
         # Exponential backoff of a crash loop, up to a minute; a server that has lived for one starts at once.

@@ -37,8 +37,12 @@ MakeModel = Callable[..., Path]
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, *(name for name in FAMILIES if name != "qwen3_moe")))
 def test_log_probs_equal_the_models(start: Start, make_model: MakeModel, family: str) -> None:
+    """Also of responses that share a prompt, and end at different times."""
     folder = make_model(family)
     asked = mixed_requests(14, temperature=0.6)
+    for number, place in enumerate((0, 0, 0, 5, 5)):
+        prompt, new = asked[place].input_ids, 3 + 4 * number
+        asked.append(request(f"again {number}", prompt, new=new, temperature=0.6, seed=90 + number))
     answers = start(folder).generate(asked)
     assert_from_model(folder, asked, answers)
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 import sys
-from collections.abc import Iterator
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-import bapo_megatron.rollout.engines.sglang_launch as launch_folder
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang import server_process as process
 from bapo_megatron.rollout.engines.sglang.authorization import known_key, servers_key_file
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE, ApiKey, make_key_file, read_key_file
+from tests.support.forked_commands import start_bapo
 
 KEY, OTHER = "k" * 43, "o" * 43
-FOLDER = Path(launch_folder.__file__).parent
 
 
 def config_in(directory: Path, **sglang: Any) -> RunConfig:
@@ -39,20 +36,6 @@ def write_key(path: Path, key: str = KEY, mode: int = 0o600) -> Path:
 @pytest.fixture(autouse=True)
 def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-
-
-@pytest.fixture
-def access(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The launcher's ``access`` module, imported as in SGLang's environment: with its folder on the path."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import access as found
-
-    yield found
-    for name in ("access", "api_key"):
-        sys.modules.pop(name, None)
-
-
-# --- the file
 
 
 def test_the_key_is_random_and_its_file_private(tmp_path: Path) -> None:
@@ -80,33 +63,22 @@ def test_one_of_many_concurrent_key_makers_wins(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def without_modes(descriptor: int, _mode: int) -> None:
-    os.chmod(descriptor, 0o777)
-
-
-def test_a_file_system_that_keeps_no_modes_gets_no_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("key", "mode", "says"),
+    [
+        (KEY, 0o640, "has mode 0640.*chmod 600"),
+        (KEY, 0o604, "has mode 0604.*chmod 600.*name a file elsewhere"),
+        ("with a space in it, and long", 0o600, "must hold one line of 16 to 512"),
+        ("zwölf" * 9, 0o600, "must hold one line"),
+    ],
+)
+def test_a_key_that_is_public_or_invalid_is_refused_and_not_shown(
+    tmp_path: Path, key: str, mode: int, says: str
 ) -> None:
-    monkeypatch.setattr(os, "fchmod", without_modes)
-    with pytest.raises(OSError, match=r"keeps no modes.*rollout\.sglang\.api_key_file"):
-        servers_key_file(config_in(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("mode", [0o640, 0o604])
-def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
-    write_key(tmp_path / "api_key", mode=mode)
-    with pytest.raises(ConfigError, match=f"has mode {mode:04o}.*chmod 600") as raised:
+    write_key(tmp_path / "api_key", key, mode)
+    with pytest.raises(ConfigError, match=says) as raised:
         known_key(SglangConfig(), tmp_path)
-    assert KEY not in str(raised.value)
-
-
-@pytest.mark.parametrize("text", ["", "short", "with a space in it, and long", "x" * 600, "zwölf" * 9])
-def test_an_invalid_key_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
-    write_key(tmp_path / "api_key", text)
-    with pytest.raises(ConfigError, match="must hold one line of 16 to 512") as raised:
-        known_key(SglangConfig(), tmp_path)
-    assert not text or text not in str(raised.value)
+    assert key not in str(raised.value)
 
 
 def test_the_given_key_has_precedence_over_the_runs_own(
@@ -125,26 +97,12 @@ def test_the_given_key_has_precedence_over_the_runs_own(
         known_key(SglangConfig(api_key_file=tmp_path / "none"), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--api-key=secret", "--api-key", "--admin-api-key", "--api-k=secret"), "--.*api-k.* would show"),
-        (
-            ("--grpc-port=1", "--grpc-mode", "--smg-grpc-mode", "--encoder-only"),
-            "--.*does not go with an API key",
-        ),
-    ],
-)
-def test_flags_that_do_not_go_with_a_key_are_refused(
-    tmp_path: Path, flags: tuple[str, ...], says: str
-) -> None:
-    for flag in flags:
-        with pytest.raises(ConfigError, match=rf"rollout\.sglang\.flags: {says}") as raised:
-            config_in(tmp_path, flags=(flag, "x")).check()
-        assert "secret" not in str(raised.value)
-
-
-# --- the server's command line and log
+@pytest.mark.parametrize("flag", ["--api-k=secret", "--admin-api-key", "--grpc-port=1", "--encoder-only"])
+def test_flags_that_do_not_go_with_a_key_are_refused(tmp_path: Path, flag: str) -> None:
+    says = "would show" if "api" in flag else "does not go with an API key"
+    with pytest.raises(ConfigError, match=rf"rollout\.sglang\.flags: --.*{says}") as raised:
+        config_in(tmp_path, flags=(flag, "x")).check()
+    assert "secret" not in str(raised.value)
 
 
 def test_rollout_server_makes_the_key_before_the_server_starts(
@@ -169,20 +127,15 @@ def test_rollout_server_makes_the_key_before_the_server_starts(
     assert key not in "".join(capfd.readouterr())
 
 
-def test_no_log_record_shows_the_key(
-    tmp_path: Path, access: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """SGLang writes all its settings into its log."""
-    monkeypatch.setenv(VARIABLE, str(write_key(tmp_path / "api_key")))
-    before = logging.getLogRecordFactory()
-    try:
-        access.install()
-        logging.getLogger("x").warning(f"server_args={{'api_key': '{KEY}', 'port': 1}}")
-        logging.getLogger("x").warning("%s: %d", {"api_key": KEY}, 3)
-        logging.getLogger("x").warning("%s of %d", "all", 2)
-    finally:
-        logging.setLogRecordFactory(before)
-    assert KEY not in caplog.text
-    assert [record.getMessage() for record in caplog.records] == [
-        *("server_args={'api_key': '***', 'port': 1}", "{'api_key': '***'}: 3", "all of 2")
-    ]
+def test_rollout_server_leaves_no_folder_even_if_it_is_killed(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\ntouch "$TMPDIR/socket"\necho "$TMPDIR"\nkill -9 $$\n')
+    program.chmod(0o755)
+    flags = (f"--run-dir={tmp_path}", f"--rollout.sglang.python={program}")
+    command = start_bapo("rollout-server", "recipes/demo_sglang_cpu.py", *flags)
+    folder = Path(command.communicate(timeout=600)[0].decode().split()[-1])
+    assert (command.wait(), folder.name[:5]) == (-9, "bapo-")
+    deadline = time.monotonic() + 60
+    while folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

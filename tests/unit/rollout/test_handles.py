@@ -1,10 +1,10 @@
-"""Memory handles (CUDA IPC, shared memory): their content, their readers, and the memory behind them."""
+"""Memory handles of a GPU, on a played one: readers, order, allocator; what killed processes leave on a CPU.
+
+That SGLang's own unpickler reads the handles: tests/contract/test_released_memory.py."""
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,86 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing import get_sharing_strategy, reductions
+from torch.multiprocessing import reductions
 
 from bapo_megatron.rollout.weight_sync import ipc
 from bapo_megatron.rollout.weight_sync.ipc import handles_of, remove_leftovers, shareable
-from tests.support.forked_commands import run_python
-
-CPU = torch.device("cpu")
-
-ALLOWED = {
-    *(("torch", name) for name in ("Tensor", "Size", "bfloat16", "float32", "uint8")),
-    *(("torch.storage", "UntypedStorage"), ("torch.storage", "TypedStorage")),
-    *(
-        ("torch.multiprocessing.reductions", f"rebuild_{what}")
-        for what in ("tensor", "typed_storage", "storage_filename", "cuda_tensor")
-    ),
-}
-"""Of SGLang 0.5.23's SafeUnpickler, what a pickle of handles may name."""
-
-READER = """
-import pickle
-for name, tensor in pickle.loads({handles!r}):
-    print(name, str(tensor.dtype), tuple(tensor.shape), float(tensor.double().sum()))
-    tensor.zero_()
-"""
-
-
-def read(tensors: list[tuple[str, torch.Tensor]]) -> str:
-    """What another process finds in the memory of ``tensors``, which it sets to zero."""
-    code, output = run_python(READER.format(handles=handles_of(tensors)))
-    assert code == 0, output
-    return output
-
-
-def shared() -> list[tuple[str, torch.Tensor]]:
-    """Three tensors in one piece of memory, as in a bucket."""
-    memory_B = shareable(4096, CPU)
-    parts = {"a": (torch.bfloat16, (3, 4), 0), "b": (torch.float32, (5,), 24), "c": (torch.bfloat16, (), 44)}
-    found = []
-    for number, (name, (dtype, shape, start)) in enumerate(parts.items()):
-        size = dtype.itemsize * torch.Size(shape).numel()
-        tensor = memory_B[start : start + size].view(dtype).view(shape)
-        found.append((name, tensor.fill_(number + 0.5)))
-    return found
-
-
-class Noting(pickle.Unpickler):
-    """An unpickler that records the globals of a pickle."""
-
-    def __init__(self, pickled: bytes) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self.names: set[tuple[str, str]] = set()
-
-    def find_class(self, module: str, name: str) -> Any:
-        self.names.add((module, name))
-        return super().find_class(module, name)
-
-
-def test_another_process_maps_the_same_memory_by_handles_of_its_own() -> None:
-    """torch counts references: a reader of another's handles would free memory that is in use."""
-    tensors = shared()
-    assert read(tensors).splitlines() == [
-        "a torch.bfloat16 (3, 4) 6.0",
-        "b torch.float32 (5,) 7.5",
-        "c torch.bfloat16 () 2.5",
-    ]
-    assert all(not tensor.any() for _, tensor in tensors), "the reader had a copy"
-    read(tensors)
-    assert all(not tensor.any() for _, tensor in tensors)
-
-
-def test_handles_hold_no_data_and_only_names_that_sglang_allows() -> None:
-    memory_B, before = shareable(2**20, CPU), get_sharing_strategy()
-    pickled = handles_of([("whole", memory_B), ("half", memory_B[: 2**19].view(torch.bfloat16))])
-    assert get_sharing_strategy() == before
-    assert len(pickled) < 2000
-    reader = Noting(pickled)
-    assert [name for name, _ in reader.load()] == ["whole", "half"]
-    assert ("torch.storage", "UntypedStorage") in reader.names
-    assert reader.names <= ALLOWED
-
 
 class Gpu:
     """A fake of torch's GPU memory sharing: reference counters and devices."""

@@ -163,23 +163,6 @@ def test_an_answer_with_token_ids_outside_the_vocabulary_is_a_server_failure(
         engine.generate([REQUEST])
 
 
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        ((503, {"error": "overloaded"}), "status 503.*overloaded"),
-        ((200, ["hello"]), "no generation"),
-    ],
-)
-def test_a_bad_answer_names_the_server(
-    answer: tuple[int, Any], says: str, server: FakeServer, engine: BlockingEngine
-) -> None:
-    server.answers["generate"] = answer
-    with pytest.raises(ServerError, match=f"{server.url}.*{says}"):
-        engine.generate([REQUEST])
-    server.answers.clear()
-    assert len(engine.generate([REQUEST])) == 1
-
-
 async def replied(server: FakeServer, path: str, answer: web.Response) -> Any:
     """What a client reads in this answer."""
     sessions = HttpSessions()

@@ -14,17 +14,13 @@ from unittest.mock import AsyncMock, call
 import pytest
 from safetensors.torch import load_file
 
-from bapo_megatron.config.transports import TRANSPORTS
-from bapo_megatron.interfaces import Confirm, HandsOver
+from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sent_weights import DigestMismatch
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
-from bapo_megatron.rollout.engines.weight_updates import WeightUpdates, driver_class
-from bapo_megatron.rollout.weight_sync.disk import DiskSync
-from bapo_megatron.runtime.dotted_path import load_dotted_path
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightPart
 from tests.support.fake_sglang import FakeServer, Keyless
 from tests.support.models import SingleWriter, save_tiny_model
@@ -219,27 +215,6 @@ async def test_the_order_of_calls_in_a_broadcast(servers: list[SleepingServer], 
     ]
     join = ["destroy_weights_update_group", "init_weights_update_group"]
     assert servers[0].calls == [*join, *once, *once]
-
-
-def test_each_transport_has_a_sender_and_a_driver() -> None:
-    for name, transport in TRANSPORTS.items():
-        sender = load_dotted_path("sync", transport.sender, "class") if transport.sender else DiskSync
-        assert issubclass(sender, HandsOver) == (name == "ipc"), "what the GPU hand-over asks"
-        assert issubclass(driver_class(name), WeightUpdates)
-
-
-async def test_a_server_that_refuses_handles_is_named(servers: list[SleepingServer], model: Path) -> None:
-    async def out_of_turn() -> AsyncIterator[WeightPart]:
-        server.updates = False
-        yield [b"7"]
-
-    server = servers[0]
-    engine = engine_on(server, model)
-    await engine.release_memory()
-    says = f"{server.url}/update_weights_from_tensor: status 400.*must run between"
-    with pytest.raises(ServerError, match=says):
-        await engine.wake(out_of_turn(), 7, agreed)
-    assert "continue_generation" not in server.calls
 
 
 @pytest.mark.parametrize("by_handles", [True, False])

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -198,8 +199,30 @@ def serve(command: ServeCommand, cuda: bool) -> NoReturn:
     print(f"the server asks for the API key in {key_file}", flush=True)
     environment = server_environment(cuda, key_file, run.rollout.sglang.colocated, python, command.host)
     folder = private_folder(environment.get("TMPDIR"))
+    _remove_after_this_process(folder)
     start_s = load_seconds(run.model.hf_path, 60 * run.rollout.sglang.start_minutes)
     os.execvpe(line[0], line, environment | {"TMPDIR": folder, START_VARIABLE: str(int(start_s))})
+
+
+_REMOVER = """
+import os, shutil, sys
+if os.fork() == 0:
+    os.setsid()
+    os.read(int(sys.argv[1]), 1)
+    shutil.rmtree(sys.argv[2], ignore_errors=True)
+"""
+"""Program that removes a folder when the pipe's other end is closed. A fork waits, so that it is no child of the
+server, which kills its children."""
+
+
+def _remove_after_this_process(folder: str) -> None:
+    """Have ``folder`` removed once this process has ended, even by SIGKILL or after an exec."""
+    lifeline, held = os.pipe()
+    os.set_inheritable(held, True)  # an exec keeps it open
+    words = [sys.executable, "-I", "-S", "-c", _REMOVER, str(lifeline), folder]
+    nothing = subprocess.DEVNULL
+    subprocess.run(words, pass_fds=(lifeline,), stdin=nothing, stdout=nothing, stderr=nothing, check=True)
+    os.close(lifeline)
 
 
 def server_environment(

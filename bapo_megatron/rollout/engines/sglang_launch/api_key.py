@@ -26,19 +26,13 @@ class ApiKey:
 
 def make_key_file(path: Path) -> None:
     """Write a key file with 256 random bits, atomically and with mode 0600, unless one exists. Of several
-    concurrent processes one wins. Raises OSError if the file cannot be written or kept private."""
+    concurrent processes one wins. Raises OSError if the file cannot be written."""
     if path.exists():
         return
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "w") as file:
-            os.fchmod(descriptor, 0o600)  # a folder's default ACL may have added permissions
-            if os.fstat(descriptor).st_mode & 0o077:
-                raise OSError(
-                    f"{path}: its file system keeps no modes, so others could read it; write a key elsewhere "
-                    "(openssl rand -hex 32, mode 0600) and name its file with rollout.sglang.api_key_file"
-                )
             file.write(secrets.token_urlsafe(32) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -60,7 +54,8 @@ def read_key_file(path: Path) -> ApiKey:
     if mode & 0o077:
         raise ValueError(
             f"the API key file {path} has mode {mode:04o}, so others may read it: chmod 600 {path}, and "
-            "change the key if others had access"
+            "change the key if others had access; where the file system keeps no modes name a file elsewhere, "
+            "with rollout.sglang.api_key_file"
         )
     if not _KEY.fullmatch(text):
         raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -43,9 +42,6 @@ class FakeServer:
         """Connections that end when something more comes over them."""
         self.rids: list[str] = []
         """Of all requests that came, also those that were cut off."""
-        self.paths: list[str] = []
-        """The paths of all calls."""
-        self.on_cut: Callable[[], None] = lambda: None
         self.paused = False
         self._aborted: dict[str, asyncio.Event] = {}
         self._loop = asyncio.new_event_loop()
@@ -69,7 +65,6 @@ class FakeServer:
         path = request.path.lstrip("/")
         self.connections.append(request.transport.get_extra_info("peername"))
         body = await request.json() if request.can_read_body else {}
-        self.paths.append(path)
         if path == "generate":
             self.rids.append(body["rid"])
         if self.connections[-1] in self.ended or self._ends(path, body):
@@ -77,7 +72,6 @@ class FakeServer:
             return web.Response()
         if path == self.cut_path and self.cuts:
             self.cuts -= 1
-            self.on_cut()
             request.transport.close()
             return web.Response()
         if (request.method == "GET") != (path in ("model_info", "server_info")):  # as SGLang's routes

@@ -18,6 +18,7 @@ from torch.multiprocessing import reductions
 from bapo_megatron.rollout.weight_sync import ipc
 from bapo_megatron.rollout.weight_sync.ipc import handles_of, remove_leftovers, shareable
 
+
 class Gpu:
     """A fake of torch's GPU memory sharing: reference counters and devices."""
 

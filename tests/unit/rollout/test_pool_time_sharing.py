@@ -235,12 +235,14 @@ async def test_held_engines_get_no_requests_and_no_weights(tmp_path: Path) -> No
 
 
 async def test_an_engine_that_wakes_with_wrong_weights_does_not_sample(tmp_path: Path) -> None:
-    """Three, of which one has garbage: memory that was resumed is not a backup."""
-    three = [*engines(), SleepingEngine("three")]
+    """Four, of which one has garbage, as memory that was resumed is not a backup, and one releases none."""
+    three = [*engines(), SleepingEngine("three"), SleepingEngine("four")]
+    three[3].fails = "release"
     world = World(tmp_path, three)
     async with sampling_in_turns(world) as pool:
         await world.batch(1)
         released = await pool.release()
+        assert sorted(released) == ["one", "three", "two"]
         three[1].digest = "garbage"
         await world.weights(1)
         assert sorted(await pool.wake(released)) == ["one", "three"]

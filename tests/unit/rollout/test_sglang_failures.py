@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import gzip
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -32,7 +30,7 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
     SglangServer,
 )
 from bapo_megatron.rollout.engines.sglang.requirements import drafting
-from bapo_megatron.types import GenerateRequest, RouteShape, SamplingParams
+from bapo_megatron.types import GenerateRequest, SamplingParams
 from tests.contract.blocking import BlockingEngine
 from tests.support.fake_sglang import FakeServer, Keyless
 from tests.support.models import save_tiny_model
@@ -98,10 +96,17 @@ def test_idle_connections_are_dropped_before_the_server_closes_them(
         engine.close()
 
 
-def test_the_retry_uses_a_new_connection_once(server: FakeServer, engine: BlockingEngine) -> None:
+def test_a_request_on_a_closed_kept_connection_is_sent_once_more_on_a_new_one(
+    server: FakeServer, engine: BlockingEngine
+) -> None:
     """A proxy that drops connections drops all of them, or each after half an hour."""
     server.on_abort = [1] * 8
     engine.generate([REQUEST] * 8)  # all at once: eight connections are kept
+    server.ended = set(server.connections)
+    (answer,) = engine.generate([REQUEST])
+    assert answer.token_ids_R.tolist() == [3, 4]
+    assert len(set(server.rids)) == len(server.rids) == 10, "the server may still know the id of the ninth"
+    engine.generate([REQUEST])
     server.rids.clear()
     server.cuts = 100
     with pytest.raises(ServerError, match="isconnected"):
@@ -109,42 +114,16 @@ def test_the_retry_uses_a_new_connection_once(server: FakeServer, engine: Blocki
     assert len(server.rids) == 2
 
 
-def test_the_retry_succeeds_when_all_kept_connections_are_closed(
-    server: FakeServer, engine: BlockingEngine
-) -> None:
-    server.on_abort = [1] * 8
-    engine.generate([REQUEST] * 8)
-    server.ended = set(server.connections)
-    (answer,) = engine.generate([REQUEST])
-    assert answer.token_ids_R.tolist() == [3, 4]
-    assert len(set(server.rids)) == len(server.rids) == 10, "the server may still know the id of the ninth"
-
-
-def test_an_aborted_request_is_not_retried(server: FakeServer, engine: BlockingEngine) -> None:
-    engine.generate([REQUEST])
-    server.rids.clear()
-
-    def abort() -> None:
-        for pending in engine.engine._inflight.all:  # type: ignore[attr-defined]
-            pending.aborted = True
-
-    server.cuts, server.on_cut = 1, abort
-    (answer,) = engine.generate([REQUEST])
-    assert (answer.finish_reason, len(answer.token_ids_R)) == ("abort", 0)
-    assert len(server.rids) == 1
-
-
-@pytest.mark.parametrize(("call", "path"), [("abort", "abort_request"), ("resume", "continue_generation")])
 def test_a_control_call_is_sent_once_over_a_new_connection(
-    call: str, path: str, server: FakeServer, engine: BlockingEngine
+    server: FakeServer, engine: BlockingEngine
 ) -> None:
     """Receiving a bucket or joining a group twice would hang."""
     engine.generate([REQUEST])
     kept = server.connections[-1]
     server.connections.clear()
-    server.cut_path, server.cuts = path, 1
+    server.cut_path, server.cuts = "continue_generation", 1
     with pytest.raises(ServerError, match="isconnected"):
-        getattr(engine, call)()
+        engine.resume()
     assert server.cuts == 0
     assert kept not in server.connections
     assert len(set(server.connections)) == len(server.connections)
@@ -163,51 +142,40 @@ def test_an_answer_with_token_ids_outside_the_vocabulary_is_a_server_failure(
         engine.generate([REQUEST])
 
 
-async def replied(server: FakeServer, path: str, answer: web.Response) -> Any:
-    """What a client reads in this answer."""
-    sessions = HttpSessions()
-    client = SglangServer(server.url, sessions, Keyless())
-    server.raw[path] = answer
-    try:
-        return await (client.weight_version() if path == "model_info" else client.generate(REQUEST, "r"))
-    finally:
-        await sessions.close()
-
-
-def raw(path: str, **answer: Any) -> tuple[str, dict[str, Any]]:
-    return path, answer
-
-
 @pytest.mark.parametrize(
-    ("place", "says"),
+    ("path", "answer", "says"),
     [
-        (raw("generate", body=gzip.compress(bytes(64 << 20)), headers=GZIP), "no generation"),
-        (raw("model_info", body=b"[" * 100_000), "no JSON"),
-        (raw("generate", body=b" " * 3000), "its answer is longer than 2,000 bytes"),
-        (raw("model_info", body=b" " * 3000), "its answer is longer than 2,000 bytes"),
+        ("generate", {"body": gzip.compress(bytes(64 << 20)), "headers": GZIP}, "no generation"),
+        ("generate", {"body": b" " * 3000}, "its answer is longer than 2,000 bytes"),
+        ("server_info", {"body": b"[" * 100_000}, "no JSON"),
     ],
 )
 def test_an_answer_that_would_fill_the_memory_is_refused(
-    place: tuple[str, dict[str, Any]], says: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    path: str,
+    answer: dict[str, Any],
+    says: str,
+    server: FakeServer,
+    engine: BlockingEngine,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a program on the address of a server: the limits hold before JSON is read."""
     if "2,000" in says:
         monkeypatch.setattr(http_server, "_MOST_REPLY_BYTES", 2000)
-    path, answer = place
+    server.raw[path] = web.Response(**answer)
     with pytest.raises(ServerError, match=f"{server.url}.*: {says}"):
-        asyncio.run(replied(server, path, web.Response(**answer)))
+        engine.generate([REQUEST]) if path == "generate" else engine.update_weights(weights(model), 5)
 
 
 @pytest.mark.parametrize(
     ("path", "answer", "says"),
     [
-        ("update_weights_from_disk", (400, {"message": "no space"}), "no space"),
+        ("update_weights_from_disk", (500, {"message": "no space"}), "status 500.*no space"),
         (
             "update_weights_from_disk",
             (200, {"success": False, "message": "a shape"}),
             "were not loaded.*a shape",
         ),
-        ("weights_checker", (500, {"message": "no memory"}), "status 500.*no memory"),
         ("weights_checker", (200, {"success": False}), "no checksum of its weights"),
         ("model_info", (200, {"weight_version": "4"}), "reports weight version 4 after a load of 5"),
         ("model_info", (200, {"weight_version": "default"}), "start it with --weight-version 0"),
@@ -275,10 +243,8 @@ SOUND |= {"hicache_storage_backend": None, "enable_lmcache": False, "enable_flex
     ("on_update", "field", "value", "says"),
     [
         ("in_place", "disable_radix_cache", False, "start it with --disable-radix-cache .*on_update=in_pla"),
-        ("in_place", "disable_overlap_schedule", False, "start it with --disable-overlap-schedule"),
         ("retract", "hicache_storage_backend", "file", "start it without --hicache-storage-backend: .* of e"),
         ("retract", "enable_lmcache", True, "start it without --enable-lmcache"),
-        ("retract", "enable_flexkv", True, "start it without --enable-flexkv"),
     ],
 )
 def test_a_server_that_would_sample_with_keys_of_old_weights_takes_no_new_ones(
@@ -319,17 +285,3 @@ def test_a_draft_model_gets_new_weights_from_disk_alone(
     engine.update_weights(weights(model), 5)
     assert server.version == "5"
     assert drafting({"speculative_algorithm": "NGRAM"}) is drafting({"speculative_algorithm": None}) is None
-
-
-def test_routes_of_older_weights_tokens_are_unknown(server: FakeServer, engine: BlockingEngine) -> None:
-    """Of an answer that was retracted all the same, the last version's rows alone are kept."""
-    spans = [{"version": "0", "start": 0, "end": 1}, {"version": "1", "start": 1, "end": 2}]
-    answer = server._answer("generate")
-    answer["meta_info"] |= {
-        "weight_versions": spans,
-        "routed_experts": base64.b64encode(np.array([0, 1, 2, 3], np.int32).tobytes()).decode(),
-    }
-    server.answers["generate"] = (200, answer)
-    [found] = engine.generate([replace(REQUEST, routes=RouteShape(1, 2, 8))])
-    assert found.routes_R is not None
-    assert found.routes_R.tolist() == [[[255, 255]], [[2, 3]]]

@@ -1,4 +1,4 @@
-"""Servers that release their memory late, wake with garbage or die between, played by a small HTTP server.
+"""The order in which a server releases and gets back its memory and weights, played by a small HTTP server.
 
 What a real CPU server does is in tests/contract/test_released_memory.py.
 """
@@ -15,8 +15,6 @@ import pytest
 from safetensors.torch import load_file
 
 from bapo_megatron.interfaces import Confirm
-from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
-from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sent_weights import DigestMismatch
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
@@ -24,7 +22,6 @@ from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, Sglan
 from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightPart
 from tests.support.fake_sglang import FakeServer, Keyless
 from tests.support.models import SingleWriter, save_tiny_model
-from tests.support.sampling import until
 
 ALL = {"weights", "cuda_graph", "kv_cache"}
 
@@ -41,7 +38,6 @@ class SleepingServer(FakeServer):
         """Whether loads are acknowledged, but not made."""
         self.updates = False
         """Whether a weight update is open."""
-        self.dies_at: str | None = None
         self.dead: str | None = None
         """Why the server crashed; empty while it runs."""
         self.calls: list[str] = []
@@ -60,35 +56,20 @@ class SleepingServer(FakeServer):
             self.tags |= set(body["tags"])
         if path == "update_weights_from_disk" and not self.loads_nothing:
             self.weights = body["weight_version"]
-        if path == "update_weights_from_tensor" and self.updates and not self.loads_nothing:
+        if path == "update_weights_from_tensor" and not self.loads_nothing:
             self.weights = base64.b64decode(body["serialized_named_tensors"][0]).decode()
         if path == "update_weight_version":
             self.version = body["new_version"]
-        self._refuse_out_of_turn(path)
+        if path in ("begin_weight_update", "end_weight_update"):
+            begins = path == "begin_weight_update"
+            self.answers.pop(path, None)
+            if begins == self.updates:  # status 400, as in SGLang
+                self.answers[path] = (400, {"message": "no weight-update session is open"})
+            self.updates = begins
         return False
-
-    def _refuse_out_of_turn(self, path: str) -> None:
-        """Status 400 as in SGLang: a bucket outside of an update, or a second begin."""
-        wrong = {
-            "begin_weight_update": (self.updates, "a weight-update session is open already"),
-            "end_weight_update": (not self.updates, "no weight-update session is open"),
-            "update_weights_from_tensor": (
-                not self.updates,
-                "must run between begin_weight_update() and end",
-            ),
-        }.get(path)
-        if wrong is None:
-            return
-        self.answers.pop(path, None)
-        if wrong[0]:
-            self.answers[path] = (400, {"success": False, "message": wrong[1]})
-        elif path != "update_weights_from_tensor":
-            self.updates = path == "begin_weight_update"
 
     def _died(self, path: str, body: dict[str, Any]) -> str | None:
         tags = set(body.get("tags", []))
-        if path == self.dies_at:
-            return f"killed at {path}"
         if path == "release_memory_occupation" and not self.paused:
             return "released while it was not idle"
         if path == "resume_memory_occupation" and tags & self.tags:
@@ -107,11 +88,10 @@ class SleepingServer(FakeServer):
 
 
 @pytest.fixture
-def servers() -> Iterator[list[SleepingServer]]:
-    found = [SleepingServer(), SleepingServer()]
+def server() -> Iterator[SleepingServer]:
+    found = SleepingServer()
     yield found
-    for server in found:
-        server.stop()
+    found.stop()
 
 
 @pytest.fixture(scope="module")
@@ -131,27 +111,7 @@ def engine_on(server: SleepingServer, model: Path) -> SglangEngine:
     return SglangEngine(client, limits_of(model), deadlines=deadlines)
 
 
-async def agreed(_digest: str) -> None: ...
-
-
-async def test_the_order_of_calls_in_a_release_and_wake(
-    servers: list[SleepingServer], model: Path, folder: Path
-) -> None:
-    engine = engine_on(servers[0], model)
-    await engine.release_memory()
-    assert servers[0].tags == set()
-    assert await engine.is_alive()
-    await engine.wake(folder, 7, agreed)
-    assert servers[0].dead is None
-    assert servers[0].tags == ALL
-    assert servers[0].calls == [
-        *("abort_request", "pause_generation", "release_memory_occupation cuda_graph kv_cache weights"),
-        *("resume_memory_occupation cuda_graph weights", "update_weights_from_disk", "weights_checker"),
-        *("resume_memory_occupation kv_cache", "continue_generation"),
-    ]
-
-
-async def wake_by_handles(engine: SglangEngine, confirm: Confirm = agreed) -> None:
+async def wake_by_handles(engine: SglangEngine, confirm: Confirm) -> None:
     async def parts() -> AsyncIterator[WeightPart]:
         for _ in range(2):
             yield [b"7"]
@@ -159,27 +119,34 @@ async def wake_by_handles(engine: SglangEngine, confirm: Confirm = agreed) -> No
     await engine.wake(parts(), 7, confirm)
 
 
-HANDED = [
-    *("resume_memory_occupation cuda_graph weights", "end_weight_update", "begin_weight_update"),
-    *["update_weights_from_tensor"] * 2,
-    *("end_weight_update", "update_weight_version", "weights_checker"),
-    *("resume_memory_occupation kv_cache", "continue_generation"),
-]
+LOADS = {
+    "folder": ["update_weights_from_disk"],
+    "handles": [
+        *("end_weight_update", "begin_weight_update", *["update_weights_from_tensor"] * 2),
+        *("end_weight_update", "update_weight_version"),
+    ],
+}
 
 
-async def test_the_order_of_calls_in_a_wake_by_handles(servers: list[SleepingServer], model: Path) -> None:
-    """Twice: an update that a failure has left open is ended first, and none is open the first time."""
-    confirm, engine = AsyncMock(), engine_on(servers[0], model)
-    for left_open in (False, True):
-        await engine.release_memory()
-        servers[0].calls.clear()
-        servers[0].updates = left_open
-        await wake_by_handles(engine, confirm=confirm)
-        assert servers[0].calls == HANDED
-        assert await engine.weight_version() == 7
-    assert servers[0].dead is None
-    assert servers[0].tags == ALL
-    assert confirm.await_args_list == [call("of 7")] * 2
+@pytest.mark.parametrize("way", LOADS)
+async def test_the_order_of_calls_in_a_release_and_wake(
+    server: SleepingServer, model: Path, folder: Path, way: str
+) -> None:
+    """An update that a failure has left open is ended first."""
+    confirm, engine = AsyncMock(), engine_on(server, model)
+    await engine.release_memory()
+    assert server.tags == set()
+    assert await engine.is_alive()
+    server.updates = True
+    await (engine.wake(folder, 7, confirm) if way == "folder" else wake_by_handles(engine, confirm))
+    assert (server.dead, server.tags) == (None, ALL)
+    assert server.calls == [
+        *("abort_request", "pause_generation", "release_memory_occupation cuda_graph kv_cache weights"),
+        *("resume_memory_occupation cuda_graph weights", *LOADS[way], "weights_checker"),
+        *("resume_memory_occupation kv_cache", "continue_generation"),
+    ]
+    assert await engine.weight_version() == 7
+    assert confirm.await_args_list == [call("of 7")]
 
 
 class Letter:
@@ -189,7 +156,7 @@ class Letter:
         await server.load_part("/read_letter", {"tensor": "w"}, timeout_s)
 
 
-async def test_the_order_of_calls_in_a_broadcast(servers: list[SleepingServer], model: Path) -> None:
+async def test_the_order_of_calls_in_a_broadcast(server: SleepingServer, model: Path) -> None:
     """The version is set, and sampling resumes, after the digest was compared."""
     group = BroadcastGroup("127.0.0.1", 1234, "weights", 2, "gloo")
 
@@ -199,13 +166,13 @@ async def test_the_order_of_calls_in_a_broadcast(servers: list[SleepingServer], 
         yield Letter()
 
     async def confirm(digest: str) -> None:
-        servers[0].calls.append(f"confirm {digest}")
+        server.calls.append(f"confirm {digest}")
 
-    engine = engine_on(servers[0], model)
+    engine = engine_on(server, model)
     await engine.leave_group(group.name)
     await engine.join_group(group, 1)
     for left_open in (False, True):
-        servers[0].updates = left_open
+        server.updates = left_open
         await engine.load(parts(), 7, confirm)
     once = [
         *("abort_request", "pause_generation", "end_weight_update", "begin_weight_update"),
@@ -214,57 +181,22 @@ async def test_the_order_of_calls_in_a_broadcast(servers: list[SleepingServer], 
         *("update_weight_version", "continue_generation"),
     ]
     join = ["destroy_weights_update_group", "init_weights_update_group"]
-    assert servers[0].calls == [*join, *once, *once]
+    assert server.calls == [*join, *once, *once]
 
 
 @pytest.mark.parametrize("by_handles", [True, False])
 async def test_nothing_is_sampled_from_weights_that_are_not_confirmed(
-    servers: list[SleepingServer], model: Path, folder: Path, by_handles: bool
+    server: SleepingServer, model: Path, folder: Path, by_handles: bool
 ) -> None:
     """The resumed memory is undefined, here of a server that has not read what it got."""
 
     async def refuse(digest: str) -> None:
         raise DigestMismatch(digest)
 
-    servers[0].loads_nothing = True
-    engine = engine_on(servers[0], model)
+    server.loads_nothing = True
+    engine = engine_on(server, model)
     await engine.release_memory()
     with pytest.raises(DigestMismatch, match="of unset"):
         await (wake_by_handles(engine, refuse) if by_handles else engine.wake(folder, 7, refuse))
-    assert "continue_generation" not in servers[0].calls
-    assert "kv_cache" not in servers[0].tags
-
-
-@pytest.mark.parametrize(
-    "dies_at",
-    [
-        *("abort_request", "pause_generation", "release_memory_occupation", "resume_memory_occupation"),
-        *("update_weights_from_disk", "weights_checker", "continue_generation"),
-    ],
-)
-async def test_a_server_crash_in_a_hand_over_loses_that_server_alone(
-    servers: list[SleepingServer], model: Path, folder: Path, dies_at: str
-) -> None:
-    """In a pool of two: the other continues; a new process at the address of the dead one comes by itself."""
-    pool = ColocatedPool([engine_on(server, model) for server in servers], 8, lambda *_, **__: None, TIMEOUTS)
-    await pool.update(folder, 7)
-    await pool.admit()
-    await until(lambda: pool.up == 2)
-    servers[0].dies_at = dies_at
-    one, two = (server.url for server in servers)
-    released = await pool.release()
-    assert released == ([two] if dies_at in RELEASING else [one, two])
-    assert pool.up == 0
-    assert await pool.wake(released) == [two]
-    assert pool.up == 1
-    servers[0].dies_at = servers[0].dead = None  # started again
-    servers[0].tags, servers[0].version, servers[0].weights = set(ALL), "0", "0"
-    await pool.admit()
-    await until(lambda: pool.up == 2)
-    assert servers[0].weights == "7"
-    await pool.close()
-    assert [server.dead for server in servers] == [None, None]
-
-
-RELEASING = ("abort_request", "pause_generation", "release_memory_occupation")
-TIMEOUTS = EngineTimeouts(heartbeat_s=0.1, silent_s=30.0, abort_s=10.0, update_s=60.0)
+    assert "continue_generation" not in server.calls
+    assert "kv_cache" not in server.tags

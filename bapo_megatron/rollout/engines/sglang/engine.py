@@ -25,8 +25,9 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
     ServerError,
     SglangServer,
 )
-from bapo_megatron.rollout.engines.sglang.requirements import setting_problems
-from bapo_megatron.rollout.engines.sglang.wire import without_old_routes
+from bapo_megatron.rollout.engines.sglang.requirements import (
+    setting_problems,
+)
 from bapo_megatron.types import (
     BroadcastGroup,
     BucketSpec,
@@ -105,7 +106,7 @@ class SglangEngine:
                 raise ServerError(f"{self.name}: aborted a request by itself")
             if len(ids) and (ids.min() < 0 or ids.max() >= self._limits.vocabulary):
                 raise ServerError(f"{self.name}: answers with token ids outside the vocabulary")
-            return without_old_routes(answer) if self._on_update == "retract" else answer
+            return answer
         finally:
             self._inflight.all.discard(pending)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
-from yarl import URL
 
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.sent_weights import TensorDigests
@@ -31,10 +30,6 @@ _MODEL_MEMORY, _CACHE_MEMORY = ("weights", "cuda_graph"), "kv_cache"
 
 _KEEP_IDLE_S = 2.0
 """Idle keep-alive, below uvicorn's 5 s, so that requests rarely meet a connection being closed."""
-
-_KEEP_NAMES_S = 3600
-"""Seconds for which a server's resolved address is cached while it accepts connections. By default aiohttp
-resolves it every 10 s: if a name server failed for half a minute, all engines would lose their requests."""
 
 _READ_BYTES = 1 << 20
 """Unread reply bytes at which aiohttp stalls the server; at its 64 kB replies with routes stall often."""
@@ -67,18 +62,9 @@ class HttpSessions:
         await self.kept.close()
         await self.new.close()
 
-    def forget_address(self, url: str) -> None:
-        """Resolve a server's address again at its next connection: it may have moved."""
-        parts = URL(url)
-        for session in (self.kept, self.new):
-            assert isinstance(session.connector, aiohttp.TCPConnector)
-            session.connector.clear_dns_cache(parts.host, parts.port)
-
 
 def _session(traces: list[aiohttp.TraceConfig], **more: Any) -> aiohttp.ClientSession:
-    connector = aiohttp.TCPConnector(
-        limit=0, ttl_dns_cache=_KEEP_NAMES_S, socket_factory=_kept_alive_socket, **more
-    )
+    connector = aiohttp.TCPConnector(limit=0, socket_factory=_kept_alive_socket, **more)
     return aiohttp.ClientSession(
         connector=connector, trace_configs=traces, read_bufsize=_READ_BYTES, auto_decompress=False
     )
@@ -302,14 +288,11 @@ class SglangServer:
                     raise self._refusal(url, answer.status, content)
                 return content
         except aiohttp.ConnectionTimeoutError:
-            self._sessions.forget_address(url)
             raise ServerError(f"{url}: no connection within {_CONNECT_S:g} s") from None
         except TimeoutError as error:
             raise ServerError(f"{url}: no answer within {timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             self._authorization.forget()
-            if isinstance(error, aiohttp.ClientConnectorError):
-                self._sessions.forget_address(url)
             is_closed = isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
             kind = KeptConnectionClosed if is_closed and connection["reused"] else ServerError
             raise kind(f"{url}: {type(error).__name__}: {error}") from error

@@ -211,8 +211,8 @@ if os.fork() == 0:
     os.read(int(sys.argv[1]), 1)
     shutil.rmtree(sys.argv[2], ignore_errors=True)
 """
-"""Program that removes a folder when the pipe's other end is closed. A fork waits, so that it is no child of the
-server, which kills its children."""
+"""Program that removes a folder when the pipe's other end is closed. A fork waits, so that it is no child of
+the server, which kills its children."""
 
 
 def _remove_after_this_process(folder: str) -> None:

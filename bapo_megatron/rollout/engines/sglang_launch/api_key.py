@@ -54,8 +54,8 @@ def read_key_file(path: Path) -> ApiKey:
     if mode & 0o077:
         raise ValueError(
             f"the API key file {path} has mode {mode:04o}, so others may read it: chmod 600 {path}, and "
-            "change the key if others had access; where the file system keeps no modes name a file elsewhere, "
-            "with rollout.sglang.api_key_file"
+            "change the key if others had access; where the file system keeps no modes name a file "
+            "elsewhere with rollout.sglang.api_key_file"
         )
     if not _KEY.fullmatch(text):
         raise ValueError(

@@ -21,7 +21,7 @@ from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.pool_state import load_seconds
 from bapo_megatron.types import GenerateRequest, Generation, StepBatch
 from tests.support import sampling
-from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids, until
+from tests.support.sampling import ScriptedEngine, World, mixed, until
 
 ONE, TWO = ("one",), ("bad", "good")
 
@@ -56,20 +56,6 @@ def lost(world: World) -> list[str]:
 def hanging(world: World) -> list[str]:
     """Names of the engines reported as hanging, with reasons."""
     return [f"{e['engine']}: {e['reason']}" for e in world.events if e["kind"] == "engine_hangs"]
-
-
-async def test_a_run_continues_without_a_failed_engine(tmp_path: Path) -> None:
-    bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
-    bad.trouble, bad.ready = refuse, True
-    world = World(tmp_path, [bad, good])
-    async with world.sampling():
-        batch = await world.batch(1)
-        assert prompt_ids(batch) == [0, 1, 2, 3]
-        event = next(event for event in world.events if event["kind"] == "engine_lost")
-        assert (event["engine"], event["engines"]) == ("bad", 1)
-        assert "refused" in event["reason"]
-        bad.trouble = None
-        await until(lambda: world.pool.up == 2)  # and comes back by itself
 
 
 async def test_requests_of_a_lost_engine_are_resent_at_once(tmp_path: Path) -> None:

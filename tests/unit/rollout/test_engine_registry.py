@@ -15,10 +15,7 @@ from bapo_megatron.interfaces import Confirm, Engine
 from bapo_megatron.rollout.engines.backend import EngineBackend, engine_backend
 from bapo_megatron.rollout.engines.colocated_pool import open_pool
 from bapo_megatron.rollout.weight_sync.broadcast import sender_address
-from tests.support.plain_engine import PlainConfig
 from tests.support.sampling import ScriptedEngine, mixed
-
-PLAIN = "tests.support.plain_engine:PlainBackend"
 
 
 @pytest.mark.parametrize(
@@ -79,18 +76,6 @@ async def test_colocated_engines_must_release_their_memory() -> None:
     async with AsyncExitStack() as stack:
         with pytest.raises(ConfigError, match="cannot release their memory .*leave colocated out"):
             await open_pool(run, (), "cpu", lambda *_, **__: None, stack)
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"urls": ("node:1",)}, r"rollout.custom_engine.urls: 'node:1' is not an address"),
-        ({"copies": "two"}, "rollout.custom_engine.copies='two'"),
-    ],
-)
-def test_settings_of_a_custom_engine_are_checked(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        run_of(PLAIN, PlainConfig(**settings)).check()
 
 
 def test_the_address_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:

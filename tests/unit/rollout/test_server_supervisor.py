@@ -247,9 +247,7 @@ def test_a_hanging_server_that_the_run_has_not_started_is_reported(
 
 def test_a_server_inherits_no_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun's variables would make it join the trainer's store; its own settings stay."""
-    names = "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE"
-    names += " ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT PET_NPROC_PER_NODE TORCHELASTIC_USE_AGENT_STORE"
-    names += " TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS PYTHONPATH"
+    names = "RANK WORLD_SIZE MASTER_ADDR PET_NPROC_PER_NODE TORCHELASTIC_USE_AGENT_STORE PYTHONPATH"
     launcher = dict.fromkeys([*names.split(), "SGLANG_RETURN_ORIGINAL_LOGPROB"], "1")
     launcher["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     own = {"NCCL_IB_HCA": "mlx5", "CUDA_VISIBLE_DEVICES": "0,1", "SGLANG_PORT": "1"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +115,10 @@ def test_invalid_answers_are_refused(name: str) -> None:
         generation_of(REQUEST, wire(reply))
 
 
-def broken_off(weights: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from weights[:2]
-    raise ConnectionError("the sender is gone")
-
-
 @pytest.mark.parametrize(
     ("family", "broken", "says"),
     [
-        ("qwen2", broken_off, "the sender is gone"),
         ("qwen2", lambda w: w[:-1], "1 weights are missing: model.norm.weight"),
-        ("qwen2", lambda w: [], "weights are missing"),
         ("qwen2", lambda w: [*w, ("model.what", torch.zeros(1))], "the model has no weight model.w"),
         ("qwen2", lambda w: [(w[0][0], w[0][1][1:])], "weight lm_head.weight has shape"),
         ("qwen2", lambda w: [*w, w[0]], "weight lm_head.weight was given twice"),
@@ -137,7 +130,7 @@ def test_broken_weights_are_not_staged(
 ) -> None:
     model = save_tiny_model(family, tmp_path / "model")
     staging = SingleWriter(tmp_path / "staging", model)
-    with pytest.raises((ValueError, ConnectionError), match=says):
+    with pytest.raises(ValueError, match=says):
         staging.write(broken([*load_file(model / "model.safetensors").items()]), 5)
     assert not (tmp_path / "staging/v5").exists()
 
@@ -181,9 +174,7 @@ CPU, GPU = ".venv-sglang/bin/python", ".venv-cluster-sglang/bin/python"
         ([CPU, GPU], False, {}, CPU),
         ([CPU, GPU], True, {}, GPU),
         ([GPU], False, {}, GPU),  # as on a login node
-        ([], False, {}, f"no interpreter at {CPU} or {GPU}: `make sglang`"),
-        ([], True, {}, f"no interpreter at {GPU}.*: `make cluster`"),
-        ([], True, {"BAPO_SGLANG_PYTHON": ""}, f"no interpreter at {GPU}"),  # as a script leaves it: not set
+        ([], True, {"BAPO_SGLANG_PYTHON": ""}, f"no interpreter at {GPU}.*: `make cluster`"),  # not set
         ([CPU], False, {"BAPO_SGLANG_PYTHON": "absent"}, "absent"),
     ],
 )

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.interfaces import ReleasesMemory
-from bapo_megatron.rollout.engines.sglang.http_client import ServerError
 from tests.support.tiers import slow_but
 
 from .blocking import BlockingEngine
-from .conftest import Servers, engine_on
+from .conftest import Servers
 from .references import (
     FOREVER,
     assert_from_model,
@@ -27,11 +26,6 @@ from .references import (
 )
 
 MakeModel = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def model(make_model: MakeModel) -> Path:
-    return make_model("qwen2")
 
 
 @pytest.fixture
@@ -45,16 +39,6 @@ def shared(servers: Servers, make_model: MakeModel, family: str) -> Iterator[Blo
     """A server that other tests use, too."""
     with servers.awake_afterwards(make_model(family)) as engine:
         yield engine
-
-
-@pytest.fixture
-def own(servers: Servers, make_model: MakeModel, family: str, tmp_path: Path) -> Iterator[BlockingEngine]:
-    """A dedicated server, which the test crashes."""
-    model = make_model(family)
-    process = servers.start(model)
-    process.wait_ready(600)
-    yield engine_on(process.url, model, tmp_path / "weights")
-    process.stop(seconds=1)
 
 
 def test_a_server_sleeps_and_wakes_with_new_weights(shared: BlockingEngine, make_model: MakeModel) -> None:
@@ -103,11 +87,3 @@ def test_a_server_wakes_with_weights_from_the_memory_of_this_process(
         assert_from_model(new, asked, shared.generate(asked))
     assert len(shared.digests) == before + 3
     assert len(set(shared.digests[before:])) == 1
-
-
-@pytest.mark.slow
-def test_waking_a_server_that_has_not_slept_crashes_it(own: BlockingEngine, model: Path) -> None:
-    """A wake of a server that does not sleep crashes it, so its state must be known."""
-    with pytest.raises(ServerError):
-        own.wake(tensors(model), 1)
-    assert not own.is_alive()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from bapo_megatron.rollout.engines.sent_weights import DigestMismatch, SentCheck, SentDigests
@@ -61,7 +60,7 @@ def test_every_tensor_digest_of_a_server_matches_the_sent_one(
 def test_a_server_with_one_old_tensor_is_detected_by_every_transport(
     servers: Servers, make_model: MakeModel
 ) -> None:
-    """Also one with keys and values swapped. It is a single server: there is no other digest to compare."""
+    """It is a single server: there is no other digest to compare. (By broadcast: test_broadcast.py.)"""
     engine = servers.engine(make_model("qwen2"))
     check = SentCheck(lambda kind, **fields: None)
     old, model = dict(tensors(make_model("qwen2", 1))), make_model("qwen2", 2)
@@ -74,49 +73,10 @@ def test_a_server_with_one_old_tensor_is_detected_by_every_transport(
 
     ways: dict[str, Update] = {"disk": engine.update_weights, "ipc": wake}
     kept = {**new, (name := f"{LATER}o_proj.weight"): old[name]}
-    swapped = {
-        **new,
-        f"{LATER}k_proj.weight": new[f"{LATER}v_proj.weight"],
-        f"{LATER}v_proj.weight": new[f"{LATER}k_proj.weight"],
-    }
     for update in ways.values():
         update(new.items(), 1)
         assert matches(engine, sent, check)
         update(kept.items(), 2)
         with pytest.raises(DigestMismatch, match=rf"sent: other values in {LATER}o_proj\.weight on rank 0$"):
-            matches(engine, sent, check)
-        update(swapped.items(), 3)
-        with pytest.raises(
-            DigestMismatch, match=rf"sent: other values in {LATER}qkv_proj\.weight on rank 0$"
-        ):
-            matches(engine, sent, check)
-    engine.close()
-
-
-@pytest.mark.slow
-def test_a_server_with_states_rows_in_the_wrong_places_is_detected(
-    servers: Servers, make_model: MakeModel
-) -> None:
-    """Queries and keys of the convolution swapped; beta and alpha; an old decay."""
-    engine = servers.engine(make_model("qwen3_5"))
-    check = SentCheck(lambda kind, **fields: None)
-    old, model = dict(tensors(make_model("qwen3_5", 1))), make_model("qwen3_5", 2)
-    new = dict(tensors(model))
-    sent = digests_of(new.items(), model)
-    engine.update_weights(new.items(), 1)
-    assert matches(engine, sent, check)
-    layer, served = "model.language_model.layers.0.linear_attn.", r"model\.layers\.0\.linear_attn\."
-    beta, alpha, conv, decay = (
-        f"{layer}{name}" for name in ("in_proj_b.weight", "in_proj_a.weight", "conv1d.weight", "A_log")
-    )
-    queries, keys, values = new[conv].split([16, 16, 32])
-    wrong = {
-        r"conv1d\.weight": {conv: torch.cat([keys, queries, values])},
-        r"in_proj_ba\.weight": {beta: new[alpha], alpha: new[beta]},
-        "A_log": {decay: old[decay]},
-    }
-    for version, (name, changed) in enumerate(wrong.items(), start=2):
-        engine.update_weights({**new, **changed}.items(), version)
-        with pytest.raises(DigestMismatch, match=rf"sent: other values in {served}{name} on rank 0$"):
             matches(engine, sent, check)
     engine.close()

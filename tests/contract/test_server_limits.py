@@ -81,21 +81,6 @@ def test_a_sequence_may_fill_the_models_context(start: Callable[..., BlockingEng
 
 
 @pytest.mark.slow
-def test_what_a_server_reserves_of_its_context(start: Callable[..., BlockingEngine]) -> None:
-    """With a context of 1,032: 2 tokens of a sequence, and inputs of 1,026 tokens and more are refused."""
-    engine = start(ModelLimits(48, 1_000_000))
-    context = LONGEST + 8
-    answers = engine.generate([request("most", np.arange(1000) % 40, new=context - 2 - 1000)])
-    assert [len(answer.token_ids_R) for answer in answers] == [30]
-    with pytest.raises(ServerError, match="finished by length after 30 of 31 tokens"):
-        engine.generate([request("more", np.arange(1000) % 40, new=31)])
-    answers = engine.generate([request("input", np.arange(context - 7) % 40, new=1)])
-    assert [len(answer.token_ids_R) for answer in answers] == [1]
-    with pytest.raises((ServerError, ValueError), match="exceeds the maximum allowed length|abort"):
-        engine.generate([request("long input", np.arange(context - 6) % 40, new=1)])
-
-
-@pytest.mark.slow
 def test_a_response_ends_at_the_stop_tokens_of_config_json(
     start: Callable[..., BlockingEngine], model: Path
 ) -> None:

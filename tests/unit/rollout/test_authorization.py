@@ -109,16 +109,27 @@ async def test_a_server_that_asks_for_no_key_is_not_sent_it(
     assert KEY not in printed
 
 
-async def test_require_api_key_refuses_a_server_without_authentication(
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"is_required": True}, "asks for no API key, and rollout.sglang.require_api_key is set"),
+        ({"is_own": True}, "another program has taken its port"),  # before the run's server listens there
+    ],
+)
+async def test_a_server_without_a_key_is_refused(
+    serve: Callable[..., Server], how: dict[str, bool], says: str
+) -> None:
+    opened, closed = serve(None), serve(KEY)
+    with pytest.raises(EngineError, match=says):
+        await ask(opened, known(), **how)
+    assert opened.keys_seen == {None}
+    assert await ask(closed, known(), **how) == 0
+
+
+def test_a_recipe_that_requires_keys_refuses_a_server_without_one_before_the_run(
     serve: Callable[..., Server],
 ) -> None:
     opened, closed = serve(None), serve(KEY)
-    for key in (None, known()):
-        with pytest.raises(
-            EngineError, match="asks for no API key, and rollout.sglang.require_api_key is set"
-        ):
-            await ask(opened, key, is_required=True)
-    assert await ask(closed, known(), is_required=True) == 0
     check_keys_asked(SglangConfig(urls=(opened.url,)))
     check_keys_asked(SglangConfig(urls=(closed.url, "http://127.0.0.1:9"), require_api_key=True))
     with pytest.raises(ConfigError, match=f"require_api_key is set, and {opened.url} asks for no key"):
@@ -143,17 +154,6 @@ async def test_a_server_is_asked_again_after_a_failed_connection(serve: Callable
             await client.weight_version()
         server.asks = True
         assert await client.is_alive()
-
-
-async def test_a_server_of_the_run_cannot_be_replaced_by_one_without_a_key(
-    serve: Callable[..., Server],
-) -> None:
-    """Another program may take the port before the server that the run starts listens there."""
-    thief, genuine = serve(None), serve(KEY)
-    with pytest.raises(EngineError, match="another program has taken its port"):
-        await ask(thief, known(), is_own=True)
-    assert await ask(genuine, known(), is_own=True) == 0
-    assert thief.keys_seen == {None}
 
 
 async def test_a_probe_does_not_wait_for_the_loops_threads(serve: Callable[..., Server]) -> None:

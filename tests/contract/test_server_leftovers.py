@@ -5,28 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from bapo_megatron.runtime.processes import descendants
 
 from .conftest import start_server
 
 
-@pytest.fixture
-def loose_umask() -> Iterator[None]:
-    before = os.umask(0)
-    yield
-    os.umask(before)
-
-
-@pytest.mark.usefixtures("loose_umask")
 def test_a_killed_server_leaves_nothing_and_its_sockets_are_private(
     sglang: Path, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
+    before = os.umask(0)
     server = start_server(make_model("qwen2"), tmp_path)
+    os.umask(before)
     try:
         server.wait_ready()
         processes = descendants(server.pid)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,8 +33,6 @@ from bapo_megatron.runtime.device import choose_vector_kernels
 from bapo_megatron.runtime.files import check_files_inside
 from bapo_megatron.types import GenerateRequest, Generation
 
-T = TypeVar("T")
-
 _BODY = "model."
 
 
@@ -50,7 +46,6 @@ class LocalEngine:
         self._model = model
         self._waiting: list[tuple[GenerateRequest, asyncio.Future[Generation]]] = []
         self._requests_waiting = asyncio.Event()
-        self._threads = ThreadPoolExecutor(thread_name_prefix="local-engine")
         self._runner = asyncio.create_task(self._run())
         self._closed = False
 
@@ -72,20 +67,20 @@ class LocalEngine:
     async def abort(self) -> None:
         """Abort all requests: running ones return their tokens so far, queued ones none."""
         waiting, self._waiting = self._waiting, []
-        await self._in_thread(self._model.abort)
+        await asyncio.to_thread(self._model.abort)
         for request, answer in waiting:
             if not answer.done():
                 answer.set_result(empty_generation(request))
 
     async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
-        staged = await self._in_thread(lambda: self._model.stage(_weights_in(folder)))
-        await confirm(await self._in_thread(partial(_digest, staged)))
-        await self._in_thread(partial(self._model.commit, staged, version))
+        staged = await asyncio.to_thread(lambda: self._model.stage(_weights_in(folder)))
+        await confirm(await asyncio.to_thread(_digest, staged))
+        await asyncio.to_thread(self._model.commit, staged, version)
 
     async def close(self) -> None:
         self._closed = True
         await self.abort()
-        await self._in_thread(self._model.close)
+        await asyncio.to_thread(self._model.close)
         self._runner.cancel()
 
     async def _run(self) -> None:
@@ -95,7 +90,7 @@ class LocalEngine:
             batch, self._waiting = self._waiting, []
             requests = [request for request, _ in batch]
             try:
-                generations = await self._in_thread(partial(self._model.generate, requests))
+                generations = await asyncio.to_thread(self._model.generate, requests)
             except Exception as error:  # any error: the waiting callers must get it
                 for _, answer in batch:
                     if not answer.done():
@@ -104,9 +99,6 @@ class LocalEngine:
             for (_, answer), generation in zip(batch, generations, strict=True):
                 if not answer.done():
                     answer.set_result(generation)
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 
 def _weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -140,19 +140,19 @@ class SentCheck:
             self._tell(reason, engine)
             return False
         assert isinstance(digest, TensorDigests)
-        diff = _DigestDiff.between(sent.ranks, digest.ranks)
-        if not self._has_matched and not diff.matching:
+        matching, differing, unknown = _compared(sent.ranks, digest.ranks)
+        if not self._has_matched and not matching:
             self._tell("no tensor's digest matches those sent: the engine uses another hash", engine)
             return False
-        if diff.differing:
-            raise DigestMismatch(f"not the weights that were sent: other values in {_some(diff.differing)}")
+        if differing:
+            raise DigestMismatch(f"not the weights that were sent: other values in {_some(differing)}")
         if not self._has_matched:
             self._has_matched = True
-            size = {"tensors": diff.matching, "hashed_bytes": sent.hashed_bytes}
+            size = {"tensors": matching, "hashed_bytes": sent.hashed_bytes}
             self._report("digests_compared", engine=engine, ranks=len(sent.ranks), **size)
-        if diff.unknown:
-            self._tell(f"tensors that were not sent: {_some(diff.unknown)}", engine)
-        return not diff.unknown
+        if unknown:
+            self._tell(f"tensors that were not sent: {_some(unknown)}", engine)
+        return not unknown
 
     def _tell(self, reason: str, engine: str) -> None:
         if reason not in self._told:
@@ -160,30 +160,22 @@ class SentCheck:
             self._report("digests_not_compared", engine=engine, reason=reason)
 
 
-@dataclass
-class _DigestDiff:
-    """Tensors whose sent and reported digests differ ("NAME on rank R"), and the number of equal digests."""
-
-    matching: int = 0
-    differing: list[str] = field(default_factory=list)
-    """With another digest on the engine, or none."""
-    unknown: list[str] = field(default_factory=list)
-    """On the engine but not sent."""
-
-    @classmethod
-    def between(cls, sent: Sequence[Mapping[str, str]], reported: Sequence[Mapping[str, str]]) -> _DigestDiff:
-        diff = cls()
-        for rank, (ours, theirs) in enumerate(zip(sent, reported, strict=True)):
-            for name in sorted(ours.keys() | theirs.keys()):
-                place = f"{name} on rank {rank}"
-                if name not in ours:
-                    if not any(part in name for part in _NO_WEIGHTS):
-                        diff.unknown.append(place)
-                elif ours[name] != theirs.get(name):
-                    diff.differing.append(place)
-                else:
-                    diff.matching += 1
-        return diff
+def _compared(
+    sent: Sequence[Mapping[str, str]], reported: Sequence[Mapping[str, str]]
+) -> tuple[int, list[str], list[str]]:
+    """Return the number of equal digests, the tensors ("NAME on rank R") with another digest on the engine or
+    none, and those on the engine that were not sent."""
+    matching, differing, unknown = 0, list[str](), list[str]()
+    for rank, (ours, theirs) in enumerate(zip(sent, reported, strict=True)):
+        for name in sorted(ours.keys() | theirs.keys()):
+            if name not in ours:
+                if not any(part in name for part in _NO_WEIGHTS):
+                    unknown.append(f"{name} on rank {rank}")
+            elif ours[name] != theirs.get(name):
+                differing.append(f"{name} on rank {rank}")
+            else:
+                matching += 1
+    return matching, differing, unknown
 
 
 def _incomparable(digest: str, sent: SentDigests) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,32 +48,25 @@ class SleeplessBackend(EngineBackend):
         return [ScriptedEngine(mixed)]
 
 
-def run_of(engine: str, settings: EngineConfig) -> RunConfig:
-    rollout = RolloutConfig(engine=engine, custom_engine=settings)
-    return RunConfig("test", ModelConfig(Path("model")), DataConfig(Path("data")), rollout=rollout)
-
-
 @pytest.mark.parametrize(
-    ("sync", "says"),
+    ("backend", "settings", "says"),
     [
-        ("broadcast", r"DiskEngine.transports does not name it: .*\(interfaces.ReceivesBroadcast\)"),
-        ("ipc", r"WeightParts \(interfaces.ReceivesHan"),
+        ("DiskBackend", {"sync": "broadcast"}, r"DiskEngine.transports .*\(interfaces.ReceivesBroadcast\)"),
+        (
+            "DiskBackend",
+            {"sync": "ipc", "colocated": True},
+            r"sync=ipc: .*WeightParts \(interfaces.ReceivesH",
+        ),
+        ("SleeplessBackend", {"colocated": True}, "cannot release their memory .*leave colocated out"),
     ],
 )
-async def test_an_engine_that_takes_no_weights_in_parts_is_refused(sync: str, says: str) -> None:
-    settings = EngineConfig(sync=sync, colocated=sync == "ipc")
-    run = run_of(f"{__name__}:DiskBackend", settings)
-    by_disk = run_of(f"{__name__}:DiskBackend", replace(settings, sync="disk"))
+async def test_engines_that_cannot_do_what_the_recipe_asks_are_refused(
+    backend: str, settings: dict[str, Any], says: str
+) -> None:
+    rollout = RolloutConfig(engine=f"{__name__}:{backend}", custom_engine=EngineConfig(**settings))
+    run = RunConfig("test", ModelConfig(Path("model")), DataConfig(Path("data")), rollout=rollout)
     async with AsyncExitStack() as stack:
-        with pytest.raises(ConfigError, match=rf"sync={sync}: .*{says}"):
-            await open_pool(run, (), "cpu", lambda *_, **__: None, stack)
-        await open_pool(by_disk, (), "cpu", lambda *_, **__: None, stack)
-
-
-async def test_colocated_engines_must_release_their_memory() -> None:
-    run = run_of(f"{__name__}:SleeplessBackend", EngineConfig(colocated=True))
-    async with AsyncExitStack() as stack:
-        with pytest.raises(ConfigError, match="cannot release their memory .*leave colocated out"):
+        with pytest.raises(ConfigError, match=says):
             await open_pool(run, (), "cpu", lambda *_, **__: None, stack)
 
 

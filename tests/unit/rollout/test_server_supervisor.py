@@ -177,17 +177,6 @@ def test_a_failed_start_is_retried(
     assert "Cannot allocate memory" in events[1]["reason"]
 
 
-def test_a_server_that_can_never_start_fails_at_once(
-    config: RunConfig, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(servers, "server_command", lambda *_: ["/nowhere/python"])
-    supervisor = ServerSupervisor(config, 0, False, events.append)
-    supervisor.start()
-    with pytest.raises(RuntimeError, match=r"/nowhere/python could not be started: .*No such file"):
-        supervisor.wait_ready()
-    supervisor.stop()
-
-
 def test_a_held_server_that_ends_is_not_restarted_until_start(
     supervisor: ServerSupervisor, events: list[dict[str, Any]]
 ) -> None:

@@ -58,22 +58,6 @@ def test_the_body_of_a_request() -> None:
     assert json.loads(generate_payload(unstopped, "x"))["sampling_params"]["ignore_eos"] is True
 
 
-def wire(reply: Any) -> bytes:
-    """As a server sends it."""
-    return json.dumps(reply).encode()
-
-
-def test_an_answer_is_decoded() -> None:
-    found = generation_of(REQUEST, wire(REPLY))
-    assert found.request_id == "r"
-    assert found.token_ids_R.tolist() == [5, 6, 9]
-    assert found.log_probs_R.tolist() == [-0.5, -1.5, -0.25]
-    assert found.versions_R.tolist() == [7, 7, 8]
-    assert found.finish_reason == "stop"
-    assert {found.token_ids_R.dtype, found.versions_R.dtype} == {np.dtype(np.int32)}
-    assert found.log_probs_R.dtype == np.float32
-
-
 def changed(path: tuple[Any, ...], value: Any) -> Any:
     reply = copy.deepcopy(REPLY)
     place = reply
@@ -112,7 +96,7 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_invalid_answers_are_refused(name: str) -> None:
     reply, says = BAD[name]
     with pytest.raises(BadReply, match=says):
-        generation_of(REQUEST, wire(reply))
+        generation_of(REQUEST, json.dumps(reply).encode())
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_rollout_server_makes_the_key_before_the_server_starts(
 
 def test_rollout_server_leaves_no_folder_even_if_it_is_killed(tmp_path: Path) -> None:
     program = tmp_path / "python"
-    program.write_text('#!/bin/sh\ntouch "$TMPDIR/socket"\necho "$TMPDIR"\nkill -9 $$\n')
+    program.write_text('#!/bin/sh\ntouch "$TMPDIR/socket"\nsleep 1\nls -d "$TMPDIR"\nkill -9 $$\n')
     program.chmod(0o755)
     flags = (f"--run-dir={tmp_path}", f"--rollout.sglang.python={program}")
     command = start_bapo("rollout-server", "recipes/demo_sglang_cpu.py", *flags)

@@ -74,9 +74,14 @@ async def test_the_timeout_without_engines_leaves_out_training(tmp_path: Path) -
     world = World(tmp_path, [engine])
     async with sampling_in_turns(world) as pool:
         await world.batch(1)
-        await pool.release()
+        engine.fails = "release"
+        assert await pool.release() == []
         await asyncio.sleep(0.01)
         pool.check(minutes=0.0)
+        engine.restart()
+        await pool.admit()
+        await until(lambda: pool.up)
+        assert await pool.release() == ["one"]
         await world.weights(1)
         pool._worked_at = pool._slots[0].last_answer_at = -3600.0  # an hour of training
         assert await pool.wake(["one"]) == ["one"]

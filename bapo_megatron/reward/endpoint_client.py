@@ -104,8 +104,9 @@ def with_path(url: str, path: str) -> str:
 
 class JsonClient:
     """Async HTTP client of one address, for one event loop at a time: concurrent ``ask`` calls, then
-    ``close``. Retries a retryable failure for up to ``give_up_s`` seconds. After that long without a reply to
-    any call, it tries each further call only once (circuit breaker), until one succeeds."""
+    ``close``. Retries a retryable failure for up to ``give_up_s`` seconds. After that long without a success,
+    it tries each further call only once (circuit breaker), until one succeeds. A refusal (HTTP 4xx) changes
+    nothing: it may be of one request, or a gateway's before a dead server."""
 
     def __init__(
         self,
@@ -190,9 +191,6 @@ class JsonClient:
                 self._tell_of(error)
                 await asyncio.sleep(pause_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-            except EndpointError:
-                self._silent_since = None  # a refusal is a reply
-                raise
             else:
                 self._silent_since = None
                 return answer
@@ -256,13 +254,8 @@ def _now() -> float:
 
 
 def _words(error: BaseException) -> str:
-    import aiohttp
-
-    if isinstance(error, aiohttp.ClientResponseError):  # its text contains the address with the query
-        return without_key(error.message, "")
-    if isinstance(error, aiohttp.InvalidURL):  # its text is the address
-        return type(error).__name__
-    return without_key(str(error) or type(error).__name__, "")
+    # The texts of some errors have the address, whose query may hold a key.
+    return re.sub(r"\?[^\s'\"]*", "", without_key(str(error) or type(error).__name__, ""))
 
 
 def _proxy_of(url: str) -> str | None:

@@ -117,11 +117,16 @@ def judged(text: str) -> Answer:
     return says(completion(text))
 
 
+async def nonsense(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+    """What is no HTTP."""
+    assert request.transport is not None
+    request.transport.write(b"HTTP/1.1 nonsense\r\n\r\n")  # type: ignore[attr-defined]
+    return web.StreamResponse()
+
+
 async def cut(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
     """Half an answer, then the connection ends."""
-    response = web.StreamResponse(headers={"Content-Length": "1000"})
-    await response.prepare(request)
-    await response.write(b'{"choices": [')
+    response = await _half(request)
     assert request.transport is not None
     request.transport.abort()
     return response
@@ -129,8 +134,13 @@ async def cut(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
 
 async def hang_midway(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
     """Half an answer, then nothing."""
+    response = await _half(request)
+    await asyncio.sleep(3600)
+    return response
+
+
+async def _half(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Length": "1000"})
     await response.prepare(request)
     await response.write(b'{"choices": [')
-    await asyncio.sleep(3600)
     return response

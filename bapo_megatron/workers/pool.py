@@ -23,7 +23,7 @@ import math
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count, cycle, islice
 from typing import Any, Literal
 
 from bapo_megatron.errors import ConfigError
@@ -207,9 +207,9 @@ class WorkerPool:
         """Move an unstartable worker's calls to the others; if there is none, fail all calls."""
         others = [other for other in self._workers if not other.start_error]
         if others:
-            while worker.own:
-                least = min(others, key=lambda other: len(other.own) + len(other.in_flight))
-                least.own.append(worker.own.popleft())
+            for other, call in zip(cycle(others), worker.own, strict=False):
+                other.own.append(call)
+            worker.own.clear()
             self.deal()
             return
         for queue in (worker.own, self.waiting):

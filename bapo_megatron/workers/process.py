@@ -84,9 +84,8 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, program: WorkerProgram, answered: Callable[[dict[str, Any]], None]) -> WorkerProcess:
-        """Start a process and return it when it is ready for calls; a cancelled start leaves nothing behind.
-        ``answered``: called with each answer. Raises ChildError, OSError, or ConfigError of ``prepare``."""
-        made = asyncio.ensure_future(asyncio.to_thread(_make, program))
+        """Start a process and return it when it is ready for calls. ``answered``: called with each answer.
+        Raises ChildError, OSError, or ConfigError of ``prepare``."""
         ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
         def hear(message: dict[str, Any]) -> None:
@@ -95,12 +94,7 @@ class WorkerProcess:
             else:
                 ready.set_result(message)
 
-        try:
-            process = cls(*await asyncio.shield(made), hear)
-        except asyncio.CancelledError:
-            with suppress(OSError):  # the process was not created
-                await asyncio.to_thread(_remove, *await made)
-            raise
+        process = cls(*await asyncio.to_thread(_make, program), hear)
         try:
             process.send(json.dumps(program.settings).encode())
             first = await process._first(ready)
@@ -222,19 +216,8 @@ def _message(line: bytes) -> dict[str, Any] | None:
 
 def _make(program: WorkerProgram) -> tuple[ChildProcess, Scratch]:
     scratch = Scratch()
-    try:
-        child = ChildProcess(
-            program.command,
-            {**program.environment, "TMPDIR": scratch.path},
-            False,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
-    except BaseException:
-        scratch.remove()
-        raise
-    return child, scratch
+    variables, pipe = {**program.environment, "TMPDIR": scratch.path}, subprocess.PIPE
+    return ChildProcess(program.command, variables, False, stdin=pipe, stdout=pipe, bufsize=0), scratch
 
 
 def _remove(child: ChildProcess, scratch: Scratch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +31,9 @@ from tests.unit.workers.test_worker_pool import (
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_the_start_of_a_worker_is_nobodys_time(tmp_path: Path, workers: int) -> None:
+async def test_the_start_of_a_worker_is_nobodys_time(tmp_path: Path) -> None:
     """Its second process needs two seconds for its imports, and the calls have one second."""
-    async with pooling(workers, starts=str(tmp_path / "starts"), start_s=2) as pool:
+    async with pooling(2, starts=str(tmp_path / "starts"), start_s=2) as pool:
         for pid in pids_of(pool):
             os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.2)
@@ -91,16 +88,6 @@ async def test_a_place_that_cannot_start_a_worker_leaves_its_calls_to_the_others
         assert await pool.call(kind("wait"), 0) in pids_of(pool)
 
 
-def test_calls_of_a_place_that_cannot_start_are_shared_out() -> None:
-    pool = WorkerPool(WorkerProgram(COMMAND, {}), 3)
-    broken, *others = pool._workers
-    broken.start_error = "exit code 9"
-    broken.own.extend(range(4))  # type: ignore[arg-type]
-    pool.deal = lambda: None  # type: ignore[method-assign]
-    pool.cannot_start(broken)
-    assert [len(other.own) for other in others] == [2, 2]
-
-
 async def test_a_defect_of_the_pool_itself_fails_every_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,29 +117,3 @@ async def test_closing_ends_what_runs_hangs_or_starts(
     assert all(isinstance(one, asyncio.CancelledError) for one in await together(calls))
     assert not any(exists(int(pid)) for pid in starts.read_text().split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "starts"], "no directory of a worker"
-
-
-async def test_a_start_that_is_cancelled_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cancelled while the process is being made in a thread, which nothing can stop."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    pids: list[int] = []
-    make, is_making = process._make, threading.Event()
-
-    def slow(program: WorkerProgram) -> Any:
-        is_making.set()
-        time.sleep(0.3)
-        made = make(program)
-        pids.append(made[0].pid)
-        return made
-
-    monkeypatch.setattr(process, "_make", slow)
-    starting = asyncio.create_task(process.WorkerProcess.start(WorkerProgram(COMMAND, {}), lambda _: None))
-    await asyncio.to_thread(is_making.wait)
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    assert len(pids) == 1
-    assert not exists(pids[0])
-    assert not [*tmp_path.iterdir()]

@@ -190,10 +190,7 @@ class Interval(NamedTuple):
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """pass@k: ``1 - C(n - c, k) / C(n, k)`` (Chen et al. 2021, Eq. 1), with c of n samples correct: unbiased
-    estimate of the probability that one of k is right. Raises ValueError unless 0 <= c <= n and 1 <= k <=
-    n."""
-    if not (0 <= correct <= samples and 1 <= k <= samples):
-        raise ValueError(f"pass@{k} of {correct} correct in {samples} samples does not exist")
+    estimate of the probability that one of k is right."""
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 

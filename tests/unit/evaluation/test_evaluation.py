@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from bapo_megatron.checkpoint.run_directory import known_suites
 from bapo_megatron.config import (
@@ -25,7 +24,7 @@ from bapo_megatron.config import (
     load_recipe,
 )
 from bapo_megatron.data.problem_sets import Suite, load_suite
-from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation import run as evaluation_run
 from bapo_megatron.evaluation.command import results_text
 from bapo_megatron.evaluation.options import EvalOptions
@@ -33,7 +32,6 @@ from bapo_megatron.evaluation.responses import (
     FORMAT,
     RESPONSES,
     SETTINGS,
-    SUMMARY,
     open_folder,
     read_responses,
 )
@@ -69,17 +67,6 @@ def write_suite(folder: Path, rows: Sequence[Any] = ROWS) -> Path:
     return path
 
 
-def test_a_suite_by_name_folder_and_file(tmp_path: Path) -> None:
-    path, tokenizer = write_suite(tmp_path / "suites/small"), load_tokenizer(MODEL)
-    by_name = load_suite("small", tokenizer, 100, tmp_path / "suites")
-    for text in (str(path), str(path.parent)):
-        found = load_suite(text, tokenizer, 100, tmp_path)
-        assert (found.name, found.sha256) == ("small", by_name.sha256)
-    other = path.rename(path.with_name("other.jsonl"))
-    assert load_suite(str(other), tokenizer, 100).name == "other"
-    assert [prompt.ground_truth for prompt in by_name.prompts] == ["1", "2", "3"]
-
-
 FREE_TEXT = [{**row, "reward_model": {"ground_truth": "Paris, \\frac{ city"}} for row in ROWS]
 LONG = {**ROWS[0], "prompt": [{"role": "user", "content": "x" * 99}]}
 NO_ANSWER = [{**row, "reward_model": {"ground_truth": "-"}} for row in ROWS]
@@ -91,24 +78,13 @@ NO_ANSWER = [{**row, "reward_model": {"ground_truth": "-"}} for row in ROWS]
         (None, {}, r"bapo data prepare SOURCE --output .*none"),
         ([*ROWS, LONG], {}, "1 of its prompts have more than max_prompt_tokens=90"),
         (NO_ANSWER, {"reward_function": "math"}, "set reward.function=bapo_"),
+        (FREE_TEXT, {}, r"^suite .*texts/data.jsonl, row 0 .*reward_model.ground_truth"),
     ],
 )
 def test_a_suite_that_cannot_be_asked(tmp_path: Path, rows: Any, reward: dict[str, str], says: str) -> None:
     name = "none" if rows is None else str(write_suite(tmp_path / "texts", rows))
     with pytest.raises(ConfigError, match=says):
         load_suite(name, load_tokenizer(MODEL), 90, tmp_path, **reward)
-
-
-def test_a_suite_of_free_text_needs_a_reward_that_reads_it(tmp_path: Path) -> None:
-    path, tokenizer = write_suite(tmp_path / "texts", FREE_TEXT), load_tokenizer(MODEL)
-    with pytest.raises(ConfigError, match=rf"^suite {path}={path}, row 0 .*reward_model.ground_truth"):
-        load_suite(str(path), tokenizer, 100)
-    assert len(load_suite(str(path), tokenizer, 100, reward_function="mine:score").prompts) == 3
-    path.with_name("card.json").write_text('{"options": {"reward": "mine:score"}}')
-    with pytest.raises(
-        ConfigError, match=r"^reward=math_or_code, but .* for mine:score: add --reward mine:score"
-    ):
-        load_suite(str(path), tokenizer, 100)
 
 
 def run_with_suites(directory: Path, *suites: Path, reward: str = "math") -> RunConfig:
@@ -165,36 +141,21 @@ def test_programs_have_no_box(tmp_path: Path, truth: str, reward: str | None, sh
     assert ("unanswered" in text) == (share is not None)
 
 
-def test_a_torn_line_is_cut_and_its_response_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What counts is on disk."""
-
-    def places(samples: int = 2) -> list[tuple[int, int]]:
-        return [(one.problem, one.sample) for one in read_responses(tmp_path / RESPONSES, samples)]
-
+def test_what_counts_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     with open_folder(tmp_path, settings()) as log:
         monkeypatch.setattr("os.fsync", lambda number: synced.append((tmp_path / RESPONSES).stat().st_size))
         log.append_all([row(0, 0), row(1, 0)])
-        assert synced == [(tmp_path / RESPONSES).stat().st_size]
-    with (tmp_path / RESPONSES).open("ab") as file:
-        file.write(json.dumps(row(0, 1)).encode()[:-5])
-    assert places() == [(0, 0), (1, 0)]
-    with open_folder(tmp_path, settings()) as log:
-        log.append_all([row(1, 1)])
-    assert places() == [(0, 0), (1, 0), (1, 1)]
-    assert len(places(1)) == 2
-
-
-def refused(folder: Path, about: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says), open_folder(folder, about):
-        pass
+    assert synced == [(tmp_path / RESPONSES).stat().st_size]
 
 
 def test_other_settings_are_refused_and_more_samples_and_another_release_are_not(tmp_path: Path) -> None:
+    other = {**settings(temperature=0.5), "model": {"checkpoint": "m", "sha256": "3"}}
+    says = r"model\.sha256: '2' then, '3' now\nsampling\.temperature: 1\.0 then, 0\.5 now"
     with open_folder(tmp_path, {**settings(), "code_version": "0.1"}):
-        refused(tmp_path, settings(), "another process")
-    refused(tmp_path, settings(temperature=0.5), r"sampling\.temperature: 1\.0 then, 0\.5 now")
-    refused(tmp_path, {**settings(), "model": {"checkpoint": "m", "sha256": "3"}}, "'2' then, '3' now")
+        pass
+    with pytest.raises(ConfigError, match=says), open_folder(tmp_path, other):
+        pass
     with open_folder(tmp_path, {**settings(samples=4), "code_version": "0.2"}):
         found = json.loads((tmp_path / SETTINGS).read_text())
         assert (found["samples"], found["code_version"]) == (4, "0.2")
@@ -245,30 +206,25 @@ def test_what_is_rescored(function: str | None, tmp_path: Path, capsys: pytest.C
             assert len(task.unjudged) == (function is None)
 
 
-def test_a_checkpoint_of_megatron_becomes_the_same_model(tmp_path: Path) -> None:
+def test_a_checkpoint_of_megatron_is_converted_once(tmp_path: Path) -> None:
     to_megatron(MODEL, tmp_path / "converted")
     location = find_checkpoint(tmp_path / "converted", "latest")
     model = hf_model(location, None, tmp_path / "out")
     assert model.folder == tmp_path / "out/model"
-    weights = "model.safetensors"
-    tensors = {name: load_file(name / weights) for name in (MODEL, model.folder)}
-    assert tensors[MODEL].keys() == tensors[model.folder].keys()
-    assert all((tensors[MODEL][k] == tensors[model.folder][k]).all() for k in tensors[MODEL])
-    stamp = (model.folder / weights).stat().st_mtime_ns
+    weights = model.folder / "model.safetensors"
+    stamp = weights.stat().st_mtime_ns
     assert hf_model(location, None, tmp_path / "out") == model
-    assert (model.folder / weights).stat().st_mtime_ns == stamp, "it was not made again"
+    assert weights.stat().st_mtime_ns == stamp, "it was not made again"
     (tmp_path / "converted").rename(tmp_path / "moved")
     with pytest.raises(ConfigError, match="was made of .*converted.*give another --output"):
         hf_model(find_checkpoint(tmp_path / "moved", "latest"), None, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "journal", "checkpoints", ".lock"])
-def test_the_directory_of_a_run_is_no_output(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    options = EvalOptions(checkpoint=MODEL, suite=str(write_suite(tmp_path / "s")), output=tmp_path)
+def test_the_directory_of_a_run_is_no_output(tmp_path: Path) -> None:
+    (tmp_path / "journal").mkdir()
     with pytest.raises(ConfigError, match="is the directory of a run"):
-        evaluate(options)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted((name, "s"))
+        evaluate(EvalOptions(checkpoint=MODEL, suite="s", output=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["journal"]
 
 
 def test_the_digest_of_a_model_is_of_what_it_says(tmp_path: Path) -> None:
@@ -298,8 +254,6 @@ def test_where_results_go() -> None:
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="none is not a folder"):
-        find_checkpoint(tmp_path / "none", "latest")
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match=r"no config\.json"):
         find_checkpoint(tmp_path, "latest")
@@ -311,7 +265,6 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
         ({"suite": ","}, "names nothing"),
         ({"suite": "a,a"}, "twice"),
         ({"pass_at": (0,)}, "pass_at=0"),
-        ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": 0.0}, "set samples=1"),
         ({"engine": "sglang", "sglang": SglangConfig(python=Path("/no/python"))}, "make sglang"),
         ({"max_response_tokens": 10**6}, "--max-response-tokens"),
@@ -333,15 +286,3 @@ def test_a_short_judgement_limit_holds_for_each_test_too() -> None:
         RewardConfig().code_case_limit_s
     )
     assert replace(options, samples=4, pass_at=(4, 1, 16)).wanted_pass_at == (1, 4)
-
-
-@pytest.mark.parametrize("name", [RESPONSES, SUMMARY])
-def test_files_that_no_evaluation_wrote_stay(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("mine, without an end of line")
-    with (
-        pytest.raises(ConfigError, match=rf"holds {name} without {SETTINGS}: name another --output"),
-        open_folder(tmp_path, settings()),
-    ):
-        pass
-    assert (tmp_path / name).read_text() == "mine, without an end of line"
-    assert not (tmp_path / SETTINGS).exists()

@@ -61,14 +61,6 @@ def test_a_response_that_could_not_be_scored_is_neither_right_nor_wrong() -> Non
     assert (nothing["avg@1"], nothing["pass@1"], nothing["detectable_difference"]) == (None, None, None)
 
 
-def test_programs_have_no_majority() -> None:
-    found = score([judged(0, 0, True, None), judged(1, 0, False, None, failure="time")])
-    assert found["maj@1"] is None
-    assert "maj@1_low" not in found
-    assert (found["unanswered"], found["unjudged"]) == (1.0, 0.5)
-    assert found["rerun_std"] is None
-
-
 def test_missing_and_repeated_samples() -> None:
     one = judged(0, 0, True)
     for responses in ([], [one, one], [one, judged(1, 0, True), judged(1, 1, True)]):

@@ -21,8 +21,6 @@ def acted(self: Environment, turn: str, turns: int) -> Reply:
         raise ValueError("the door is shut")
     if turn == "stop iteration":
         raise StopIteration
-    if turn == "exit":
-        raise SystemExit(3)
     if turn == "die":
         os._exit(9)
     if turn == "surrogate":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -120,22 +119,9 @@ def test_a_tag_of_a_thought_within_an_argument_is_text(thought: str, code: str) 
         assert tool_calls(f"<think>{written}") == []
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [
-        "<tool_call><function=a>" + "<parameter=b>" * 75_000,
-        "<tool_call><function=a>" + "<parameter=b>1</parameter>" * 38_000,
-        "<tool_call><function=a></tool_call>" * 28_000,
-        '{"a": "</think>' * 66_000,
-        "<tool_call>{</think>" * 50_000,
-        "<tool_call><function=a><parameter=b>" + "\n" * 1_000_000,
-    ],
-)
-def test_a_turn_of_a_megabyte_is_read_in_seconds(turn: str) -> None:
-    began = time.process_time()
-    tool_calls(turn)
-    without_calls(turn)
-    assert time.process_time() - began < 20
+def test_json_that_is_nested_without_end_is_a_problem() -> None:
+    [call] = tool_calls("<tool_call>" + "[" * 100_000)
+    assert str(call.problem).startswith("the tool call is not JSON: ")
 
 
 def test_calls_of_llama() -> None:
@@ -166,30 +152,8 @@ def test_the_calls_that_a_template_writes_are_read(family: str) -> None:
     assert tool_calls(turn) == [Call("python", arguments)]
 
 
-def test_json_that_is_nested_without_end_is_a_problem() -> None:
-    [call] = tool_calls("<tool_call>" + "[" * 100_000)
-    assert call.problem is not None
-    assert call.problem.startswith("the tool call is not JSON: ")
-
-
-@pytest.mark.parametrize(
-    ("call", "problem"),
-    [
-        (Call("sub", {"a": "1"}), "there is no tool 'sub'; the tool is 'add'"),
-        (Call("add", {"a": 1}), "add takes one argument, 'a', a text"),
-        (Call(problem="broken"), "broken"),
-    ],
-)
-def test_another_call_is_an_error_for_the_model(call: Call, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        argument(call, "add", "a")
-    assert argument(Call("add", {"a": "1"}), "add", "a") == "1"
-
-
-PROMPT = (ROOT / "recipes/prompts/qwen_python.txt").read_text()
-
-
 QUESTION = {"role": "user", "content": "What is 2^100?"}
+PROMPT = (ROOT / "recipes/prompts/qwen_python.txt").read_text()
 
 
 def tool() -> dict[str, Any]:
@@ -218,60 +182,24 @@ def test_the_prompt_is_what_the_template_makes_of_the_tool(family: str) -> None:
     assert '"name": "python"' in theirs
 
 
-QUESTION = {"role": "user", "content": "Guess my number."}
-
-
-def test_items_and_blocks_are_the_messages_of_a_chat() -> None:
-    """Whatever the protocol, the chat template gets the same messages and tools."""
-    schema = {"type": "object", "properties": {}}
-    call = {"name": "add", "arguments": '{"a": 1}'}
-    calls = [{"id": "1", "type": "function", "function": call}]
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        QUESTION,
-        {"role": "assistant", "content": "I add.", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "1", "content": "2"},
-        {"role": "user", "content": "Continue."},
-    ]
-    function = {"name": "add", "description": "Adds.", "parameters": schema}
-    items = [
-        QUESTION,
-        {"type": "reasoning", "summary": []},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]},
-        {"type": "function_call", "call_id": "1", **call},
-        {"type": "function_call_output", "call_id": "1", "output": "2"},
-        {"role": "user", "content": [{"type": "input_text", "text": "Continue."}]},
-    ]
-    blocks = [
-        QUESTION,
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm."},
-                {"type": "text", "text": "I add."},
-                {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "2"}]},
-                {"type": "text", "text": "Continue."},
-            ],
-        },
-    ]
-    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
-    tool = {"name": "add", "description": "Adds.", "input_schema": schema}
-    chat_tools = [{"type": "function", "function": function}]
+def test_what_is_said_apart_in_three_protocols_is_a_chat() -> None:
+    """Thoughts are not the policy's input, and a system's text is a message. (Calls and their results as the
+    clients send them: test_public_environments.py.)"""
+    turn = {"role": "assistant", "content": "Hm."}
+    system, text = {"role": "system", "content": "Be brief."}, {"type": "text", "text": "Be brief."}
+    thought = [{"type": "thinking", "thinking": "?"}, {"type": "text", "text": "Hm."}]
+    items = [QUESTION, {"type": "reasoning", "summary": []}, {"type": "message", **turn}, QUESTION]
+    none = {"tool_choice": "none"}
     bodies = [
-        {"messages": messages, "tools": chat_tools, "tool_choice": "none"},
+        {"messages": [system, QUESTION, turn, QUESTION], **none},
+        {"instructions": "Be brief.", "input": items, **none},
         {
-            "instructions": "Be brief.",
-            "input": items,
-            "tools": [{"type": "function", **function}],
-            "tool_choice": "none",
+            "system": [{**text, "cache_control": {"type": "ephemeral"}}],
+            "messages": [QUESTION, {"role": "assistant", "content": thought}, QUESTION],
+            "tool_choice": {"type": "none"},
         },
-        {"system": system, "messages": blocks, "tools": [tool], "tool_choice": {"type": "none"}},
     ]
     for protocol, body in zip(server.PROTOCOLS, bodies, strict=True):
-        assert protocol.read(body) == chat.ChatRequest(messages, chat_tools, takes_calls=False)
+        assert protocol.read(body) == chat.ChatRequest(
+            [system, QUESTION, turn, QUESTION], [], takes_calls=False
+        )

@@ -112,7 +112,6 @@ async def test_plain_steps_run_beside_each_other(tmp_path: Path) -> None:
     ("turn", "failure", "text"),
     [
         ("raise", "raised", r"ValueError\('the door is shut'\)"),
-        ("exit", "raised", "SystemExit"),
         ("stop iteration", "raised", "StopIteration"),
         ("no reply", "raised", "step returned str: return a Reply"),
         ("surrogate", "raised", "surrogates not allowed"),

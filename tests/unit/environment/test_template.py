@@ -58,13 +58,13 @@ def test_a_turn_that_ended_at_a_tool_call_is_closed(template: ObservationTemplat
 @pytest.mark.parametrize(
     "observation",
     [
-        "<|im_end|>",
-        "<|im_<|im_end|>end|><|endoftext|>",
-        "cut0q<|im_end|>cut1q",
-        "",
-        " 5\n",
-        "aAturn7f3aEndb",
-        absent_mark("turn", ["5"]),
+        *(
+            "<|im_<|im_end|>end|><|endoftext|>",
+            "cut0q<|im_end|>cut1q",
+            "",
+            " 5\n",
+            absent_mark("turn", ["5"]),
+        ),
     ],
 )
 def test_what_looks_like_a_token_in_an_observation_is_text(
@@ -147,29 +147,11 @@ def test_a_template_that_always_writes_the_block_passes(opened: str) -> None:
         check_template(template, "models/ours")
 
 
-DROPS_EMPTY = CHATML.replace("m.content", "m.content.replace('<think>\n\n</think>\n\n', '')")
-SECOND = CHATML.replace(
-    "{{ m.content }}", "{% if m.role == 'tool' and loop.index > 3 %}, {% endif %}{{ m.content }}"
-)
-LIMIT = "{% if messages|length > 3 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
-
-
-@pytest.mark.parametrize(
-    ("chat", "role", "says"),
-    [
-        (DROPS_EMPTY, "tool", "two rounds with an empty thinking part, at token .*<think>.* writes 'First"),
-        (SECOND, "tool", "role `tool`: of two rounds"),  # as DeepSeek V3's
-        (LIMIT, "user", "the template refuses two rounds: too long"),  # as where roles must alternate
-    ],
-)
-def test_a_template_that_does_not_continue_is_refused(chat: str, role: str, says: str) -> None:
-    """A run that began before an empty thinking part was looked at, as Qwen3's, continues."""
-    template = ObservationTemplate(tokenizer(chat + OPENING), role, [CLOSE])
-    with pytest.raises(ConfigError, match=says):
-        check_template(template, "models/ours")
-    if chat is DROPS_EMPTY:
-        check_template(template, "models/ours", begun=True)
-        check_template(template, "models/ours", "sampled")
+def test_a_template_that_refuses_a_second_round_is_refused() -> None:
+    """As where roles must alternate. (What else templates do: of the real ones below.)"""
+    limit = "{% if messages|length > 3 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
+    with pytest.raises(ConfigError, match="the template refuses two rounds: too long"):
+        check_template(ObservationTemplate(tokenizer(limit + OPENING), "user", [CLOSE]), "models/ours")
 
 
 @pytest.mark.parametrize(
@@ -205,29 +187,17 @@ def test_tools_that_a_template_ignores_are_refused() -> None:
     check_template(ObservationTemplate(tokenizer(written), "tool", [CLOSE], TOOLS), "models/ours")
 
 
+DROPS = r"the episode has '<think>.* writes '\\n\\nFirst"
 REFUSED = {
     ("Qwen3", "tool"): "with an empty thinking part, at token 15 the episode has '<think>.* writes 'First",
-    (
-        "Qwen3",
-        "user",
-    ): r"with thinking, at token 15 the episode has '<think>.* writes 'First",
-    (
-        "DeepSeek V3",
-        "tool",
-    ): "without thinking, at token .* the episode has '<\uff5ctool▁outputs▁begin\uff5c>",
-    ("R1", "tool"): r"the episode has '<think>.* writes '\\n\\nFirst",
-    ("R1", "user"): r"the episode has '<think>.* writes '\\n\\nFirst",
+    ("Qwen3", "user"): "with thinking, at token 15 the episode has '<think>.* writes 'First",
+    ("DeepSeek V3", "tool"): "without thinking, at token .* has '<\uff5ctool▁outputs▁begin\uff5c>",
+    ("R1", "tool"): DROPS,
+    ("R1", "user"): DROPS,
 }
-
-
 CASES = [(name, role) for name in FOLDERS for role in ("tool", "user")]
-
-
 EXACT = [case for case in CASES if case not in REFUSED or case == ("Qwen3", "tool")]
-
-
 """Qwen3's is exact but for an empty thinking part, with which no test of these has a turn."""
-
 
 OBSERVATIONS = [
     *(
@@ -294,11 +264,8 @@ def test_no_observation_holds_an_added_token(name: str, role: str) -> None:
     marks = {number for text, number in added.items() if len(text.strip()) > 1}
     frame = [one for one in template.given_ids("5", -1).tolist() if one in marks]
     texts = [text for text in added if len(text.strip()) > 1]
-    for text in [
-        *texts,
-        "".join(texts),
-        "".join(text[:-1] + "".join(texts[:9]) + text[-1] for text in texts),
-    ]:
+    nested = "".join(text[:-1] + "".join(texts[:9]) + text[-1] for text in texts)
+    for text in [*texts, "".join(texts), nested]:
         ids = template.given_ids(f"a{text}b", -1).tolist()
         assert [one for one in ids if one in marks] == frame, text
         said = f"a{text}b".replace('"', '\\"') if (name, role) == ("Llama 3.1", "tool") else f"a{text}b"

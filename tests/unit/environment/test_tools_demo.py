@@ -15,19 +15,6 @@ from tests.support.scripted_episodes import check_durable, play
 DEMO = ROOT / "recipes/demo"
 
 
-def test_the_recipe_and_its_calculator() -> None:
-    run = load_recipe(ROOT / "recipes/demo_tools_cpu.py", RunConfig)
-    run.check()
-    task = Task([{"role": "user", "content": "755+180="}], ground_truth="935")
-    replies = play(Calculator, task, run.environment.settings, ["755+180", "\\boxed{935}"])
-    assert [reply.observation for reply in replies] == ["935", None]
-    assert isinstance(replies[-1], Reply)
-    assert replies[-1].reward is None  # the box is judged by reward.function
-
-
-# --- the demo with a real model -------------------------------------------------------------------
-
-
 def test_the_recipe_of_the_real_model_and_its_example() -> None:
     """The calculator answers the example's call as the example says; the answer ends its episode."""
     run = load_recipe(ROOT / "recipes/demo_real_tools.py", RunConfig)

@@ -30,16 +30,11 @@ MESSAGES = [{"role": "user", "content": "What is a zebu?"}]
 
 def rows(file: Path) -> Path:
     """Two problems."""
-    contents = (MESSAGES[0]["content"], "And a gnu?")
-    written = [
-        {
-            "data_source": "test",
-            "prompt": [{"role": "user", "content": content}],
-            "reward_model": {"ground_truth": "1"},
-        }
-        for content in contents
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in written))
+    file.parent.mkdir(exist_ok=True)
+    for content in (MESSAGES[0]["content"], "And a gnu?"):
+        row = {"prompt": [{"role": "user", "content": content}], "reward_model": {"ground_truth": "1"}}
+        with file.open("a") as lines:
+            lines.write(json.dumps({"data_source": "test", **row}) + "\n")
     return file
 
 
@@ -68,8 +63,6 @@ def config_of(folder: Path, **own: EnvironmentConfig | None) -> Any:
 
 def test_the_prompts_of_its_source_and_suite_have_the_tools(tmp_path: Path) -> None:
     """Others have none: of a source without an environment, of one whose environment describes nothing."""
-    for name in ("told", "silent", "none", "other"):
-        (tmp_path / f"suites_{name}").mkdir()
     config = config_of(tmp_path, told=DESCRIBED, silent=PLAIN, none=None)
     tokenizer = writes_tools()
     tools = check_environments(config, tokenizer)
@@ -85,24 +78,6 @@ def test_the_prompts_of_its_source_and_suite_have_the_tools(tmp_path: Path) -> N
     suites = load_suites(config, tokenizer, tools)
     said = {one.name: "lookup_7f3a" in tokenizer.decode(one.prompts[0].token_ids_P) for one in suites}
     assert said == {"told": True, "silent": False, "none": False, "other": False}
-
-
-def test_tools_that_the_template_ignores_are_refused(tmp_path: Path) -> None:
-    for name in ("told", "other"):
-        (tmp_path / f"suites_{name}").mkdir()
-    with pytest.raises(
-        ConfigError, match="ignores the tools that the environment describes.*leave `tools` out"
-    ):
-        check_environments(config_of(tmp_path, told=DESCRIBED), demo_tokenizer())
-
-
-def test_a_tool_without_a_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Unnamed: tools=.* has .* without a name: write \{"):
-        check_environment(
-            EnvironmentConfig("tests.support.environments:Unnamed"),
-            Path("recipes/demo/policy"),
-            writes_tools(),
-        )
 
 
 @pytest.mark.slow
@@ -134,8 +109,6 @@ def test_real_templates_that_ignore_them_are_refused(name: str) -> None:
 
 def test_a_journal_is_bound_to_the_tools_of_its_prompts(tmp_path: Path) -> None:
     """Else a resume would continue behind the new prompt with tokens that were sampled behind the old one."""
-    for name in ("told", "other"):
-        (tmp_path / f"suites_{name}").mkdir()
     config = config_of(tmp_path, told=DESCRIBED)
     described = check_environments(config, writes_tools())
     changed = {"told": [{**described["told"][0], "type": "other"}]}
@@ -169,7 +142,6 @@ def test_tools_of_rows_do_not_count_where_the_prompts_text_describes_them(tmp_pa
     written = [json.loads(line) for line in file.read_text().splitlines()]
     told = {PROMPT_TOOLS: [{"type": "function", "function": {"name": "zebu"}}]}
     file.write_text("".join(json.dumps({**row, "extra_info": told}) + "\n" for row in written))
-    (tmp_path / "suites_other").mkdir()
     agent = EnvironmentConfig(
         "bapo_megatron.environment.adapters.endpoint:EndpointEnvironment",
         settings={"command": ["true"], "tools_in_prompts": True},

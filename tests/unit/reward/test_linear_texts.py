@@ -117,9 +117,10 @@ READERS: dict[str, Callable[[str], object]] = {
     [
         *(" " * LONG, "\n" * LONG, "{" * LONG, "1" * LONG, "`" * LONG, "\\" * LONG + " \\boxed{1}"),
         *("\\text{" * (LONG // 6), "\\boxed{" * (LONG // 7), "```\n" * (LONG // 4), "```" + " " * LONG),
-        *("```python\n" * (LONG // 10), "a\n#### 1" + " " * LONG + "x"),
+        *("```python\n" * (LONG // 10), "a\n#### 1" + " " * LONG + "x", '{"a": "</think>' * (LONG // 15)),
+        *("<tool_call><function=a>" + "<parameter=b>" * (LONG // 13), "<tool_call>{</think>" * (LONG // 20)),
     ],
-    ids=lambda text: repr(text[:8]),
+    ids=lambda text: repr(text[:8] + text[-8:]),
 )
 def test_a_megabyte_is_read_in_seconds(name: str, text: str) -> None:
     assert seconds(lambda: READERS[name](text)) < 20  # quadratic would be hours

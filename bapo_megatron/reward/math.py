@@ -2,8 +2,8 @@ r"""Math reward: whether the last ``\boxed{}`` of a response equals the ground t
 
 ``answer_is_right(ground_truth, response)`` returns the verdict; an answer that cannot be compared is wrong.
 Plain integers are compared directly, most other answers by math-verify: in the main thread of a reward worker
-(math_verify_compare.py), or, for preflight checks and ``bapo data prepare``, in a child process that any
-thread may use (``MathVerifyProcess``).
+(math_verify_compare.py), or, for preflight checks and ``bapo data prepare``, in a child process
+(``MathVerifyProcess``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
 
@@ -115,7 +114,7 @@ def answers_equal(
     ground_truth: str, answer: str, equal: Equal | None = None, allow_operations: bool = False
 ) -> bool:
     """Whether ground truth and answer are mathematically equal. Cached: a group's responses repeat answers.
-    ``equal`` compares all but plain integers; None: in a child process, from any thread. Without
+    ``equal`` compares all but plain integers; None: in a child process. Without
     ``allow_operations``, an answer with an unevaluated operation that the ground truth lacks is wrong."""
     if not answer.strip() or len(answer) > MAX_ANSWER_CHARACTERS:
         return False
@@ -142,39 +141,33 @@ def _bare(ground_truth: str) -> str:
 class MathVerifyProcess:
     """Client of a child process that compares answers: ``ask`` calls a function there, and returns False if
     the child dies or takes too long. The child is started by the first call, and again after a failure or in
-    a fork; raises ChildError if it does not start. Threads may share it; calls run one at a time."""
+    a fork; raises ChildError if it does not start. For one thread at a time."""
 
     def __init__(self) -> None:
         self._child: AnsweringChild | None = None
         self._owner = os.getpid()
-        self._lock = threading.Lock()
 
     def close(self) -> None:
-        with self._lock:
-            self._stop()
-
-    def ask(self, function: str, *arguments: str | bool) -> bool:
-        """Call a function of ``math_verify_compare.py`` in the child and return its answer."""
-        with self._lock:
-            if self._child is None or self._owner != os.getpid():  # a fork must not share the pipes
-                self._owner = os.getpid()
-                self._child = AnsweringChild(COMMAND, with_import_path(os.environ))
-                try:
-                    self._child.ask(None, START_LIMIT_S)  # no settings: compares, scores nothing
-                except BaseException:
-                    self._stop()
-                    raise
-            try:
-                call = {"id": 0, "function": function, "question": arguments}
-                return bool(self._child.ask(call, TIME_LIMIT_S)["answer"])
-            except ChildError:
-                self._stop()
-                return False
-
-    def _stop(self) -> None:
         if self._child is not None:
             self._child.close()
             self._child = None
+
+    def ask(self, function: str, *arguments: str | bool) -> bool:
+        """Call a function of ``math_verify_compare.py`` in the child and return its answer."""
+        if self._child is None or self._owner != os.getpid():  # a fork must not share the pipes
+            self._owner = os.getpid()
+            self._child = AnsweringChild(COMMAND, with_import_path(os.environ))
+            try:
+                self._child.ask(None, START_LIMIT_S)  # no settings: compares, scores nothing
+            except BaseException:
+                self.close()
+                raise
+        try:
+            call = {"id": 0, "function": function, "question": arguments}
+            return bool(self._child.ask(call, TIME_LIMIT_S)["answer"])
+        except ChildError:
+            self.close()
+            return False
 
 
 @cache

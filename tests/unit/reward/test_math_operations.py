@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from bapo_megatron.checkpoint.run_directory import with_present_fields
-from bapo_megatron.config import RewardConfig
 from bapo_megatron.reward import math_verify_compare
 from bapo_megatron.reward.answer_text import final_answer, named_operations
 from bapo_megatron.reward.math import answers_equal
@@ -20,29 +18,22 @@ def right(truth: str, answer: str, allow_operations: bool = False) -> bool:
 
 RESTATED: list[tuple[str, ...]] = [
     ("5050", r"\sum_{k=1}^{100} k"),
-    ("120", r"\prod_{k=1}^{5} k", r"\binom{10}{3}", r"{10 \choose 3}"),
+    ("120", r"\prod_{k=1}^{5} k", r"\binom{10}{3}", r"{10 \choose 3}", "5!"),
     (r"\frac{1}{3}", r"\int_0^1 x^2 dx"),
     ("1", r"\lim_{x\to 0} \frac{\sin x}{x}", r"\frac{1+2}{3}"),
     ("2x", r"\frac{d}{dx} x^2"),
     ("2", r"2^{100} \mod 7", r"\max(1,2)", "|3-5|", r"\frac{\sqrt{8}}{\sqrt{2}}"),
     ("4", r"\gcd(12,8)", r"\sqrt{16}"),
-    ("12", r"\operatorname{lcm}(4,6)", r"3\cdot 4"),
     ("14", r"\lfloor\sqrt{200}\rfloor", "2(3+4)"),
     ("-2", r"\det\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{vmatrix}1&2\\3&4\end{vmatrix}"),
-    ("3628800", "10!"),
     ("3", r"\log_2 8", "x-x+3"),
     (r"\frac{1}{2}", r"\cos\frac{\pi}{3}"),
     ("906", "578+328", "x = 578+328"),
-    ("x = 906", "x = 578+328"),
-    ("1024", "2^{10}"),
     ("5", r"\frac{10}{2}", "10:2"),
-    (r"\frac{5}{6}", r"\frac{1}{2}+\frac{1}{3}"),
     (r"\frac{1}{6}", r"\frac{1}{2}\cdot\frac{1}{3}"),
     (r"7\sqrt{2}", r"\sqrt{50}+\sqrt{8}"),
     ("7", "3 4"),
-    ("1, 2", "1, 1+1"),
     ("(3,4)", "(1+2,4)"),
-    ("[0,2)", "[0,1+1)"),
     (r"\begin{pmatrix}2\\2\end{pmatrix}", r"\begin{pmatrix}1+1\\2\end{pmatrix}"),
 ]
 """Questions whose text is their own value; each row begins with it."""
@@ -59,66 +50,37 @@ def test_a_question_is_not_its_own_answer(row: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        (r"\binom{10}{3}", r"\binom{10}{7}"),
-        ("10!", r"10 \cdot 9!"),
-        ("2^{100}", "4^{50}"),
+        (r"\binom{10}{3}", r"\binom{10}{7}", "120"),
         (r"\log_2 3", r"\frac{\ln 3}{\ln 2}"),
-        (r"2^{\lfloor n/2 \rfloor}", r"2^{\lfloor \frac{n}{2} \rfloor}"),
         ("1/3^{40}", r"\frac{1}{3^{40}}"),
-        (r"\arctan 2", r"\arctan 2"),
-        # carried out, where the truth is not
-        (r"\binom{10}{3}", "120"),
-        ("2^{10}", "1024"),
         # shown, and carried out
-        ("120", r"\binom{10}{3} = 120"),
         ("5050", r"\sum_{k=1}^{100} k = 5050"),
-        ("4", r"\gcd(12, 8) = 4"),
         ("906", "578+328=906"),
         # numbers
         ("3/4", r"\frac{3}{4}"),
-        (r"\frac{1}{2}", r"\frac{2}{4}"),
-        (r"2\sqrt{3}", r"\sqrt{12}"),
         (r"10\sqrt{2}", r"\sqrt{200}"),
-        (r"\sqrt[3]{2}", "2^{1/3}"),
-        (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}"),
-        (r"\frac{\pi}{4}", r"\pi/4"),
         (r"\frac{4\pi}{3}", r"\frac{4}{3}\cdot\pi"),
         (r"\frac{\sqrt{6}+\sqrt{2}}{4}", r"\frac{\sqrt{2}+\sqrt{6}}{4}"),
-        (r"\frac{1+\sqrt{5}}{2}", r"\frac{1}{2}+\frac{\sqrt{5}}{2}"),
-        ("e^2", "e^{2}"),
         ("1000000", "10^{6}"),
         ("1500", r"1.5\times 10^3"),
-        ("0.001", "10^{-3}"),
         ("7/2", r"3\frac{1}{2}"),
-        ("60", r"60\text{ km/h}"),
-        ("5", r"5\text{ min}"),
         ("3.14159265", r"\pi"),
         # formulas have many forms
         ("x^2+x-2", "(x-1)(x+2)"),
-        (r"\frac{n(n+1)}{2}", r"\frac{n^2+n}{2}"),
-        ("2^n", r"2\cdot 2^{n-1}"),
         # many values
         ("1,2", "(1,2)"),
-        ("(1,2)", "1,2"),
         (r"\pm 3", "3, -3"),
-        ("x > 3", "x>3"),
         # shown in an equation, with a unit, as bounds
-        ("5", "2+3=5", "x=2+3=5"),
+        ("5", "2+3=5", "x=2+3=5", r"5\text{ min}"),
         (r"\frac{1}{3}", r"0.33=\frac{1}{3}"),
-        (r"\frac{1}{2}", r"e=\frac{1}{2}"),
-        ("7/2", r"3\frac{1}{2}=\frac{7}{2}"),
-        ("45", r"45\,\mathrm{min}", r"45\ \mathrm{min}"),
-        (r"\frac{3}{4}", r"\frac{3}{4}\,\mathrm{min}"),
+        ("45", r"45\,\mathrm{min}"),
         # bounds, which math-verify compares in this direction only
         ("-1<x<1", "(-1,1)"),
-        (r"1\le x<2", "[1,2)"),
         ("x<3", r"(-\infty,3)"),
         # near enough
-        ("1/3", "0.333333"),
         (r"\frac{1}{19}", "0.052632"),
         (r"20\%", "20", "0.2"),
         ("0.2", r"20\%"),
-        ("1,2", r"\{1,2\}"),
         (r"\{2,1\}", r"\left\{1,2\right\}"),
         ("0", "0.0"),
         ("e^{-40}", r"\frac{1}{e^{40}}"),
@@ -134,43 +96,27 @@ def test_an_answer_stays_an_answer(row: tuple[str, ...]) -> None:
     "row",
     [
         # words, with a font and without
-        (r"\text{Yes}", "Yes"),
-        (r"\text{No}", "No"),
-        (r"\text{Evelyn}", "Evelyn"),
-        (r"\text{no solution}", "no solution"),
+        (r"\text{Yes}", "Yes", "yes"),
+        (r"\text{no solution}", "no solution", "No solution"),
         ("12", r"\mathbf{12}", r"\text{12}"),
         # equations with the same solutions
-        ("x^2+y^2=4", "x^2+y^2-4=0"),
-        ("2x-y+1=0", "y=2x+1"),
-        ("3x-4y+25=0", "3x-4y=-25"),
         ("2x+3y=6", "4x+6y=12", r"y=2-\frac23x"),
-        ("y^2=4x", "4x=y^2"),
         ("xy=1", "y=1/x"),
-        ("a=b", "b=a"),
-        ("x=2y", "y=x/2"),
         ("y=0.5x+1", "x-2y+2=0"),
         ("(x-1)^2+(y-2)^2=9", "x^2+y^2-2x-4y-4=0"),
         # other spellings
-        ("5000", r"5\,000", "5,000", "5 000", r"5\ 000"),
-        ("5", "5."),
+        ("5000", r"5\,000", "5,000", "5 000", r"5\ 000", "5000."),
         ("0.002", "2E-3"),
-        (r"\frac{1}{2}", "½"),
         ("7/2", "3½"),
-        (r"\sqrt{2}", "√2"),
         (r"\sqrt{x+1}", "√(x+1)"),
         (r"(0, \infty)", "(0, ∞)"),
         ("x^{12}", "x¹²"),
         ("34", "\uff13\uff14", r"\underline{34}"),
-        (r"2\pi", "2π"),
-        ("90", "90°"),
         (r"30^\circ", "30°"),
         (r"\log_{2}3", r"\log_2 3"),
         ("0.5", r"\frac 1 2"),
-        # the same text, which math-verify cannot read, or one word
+        # the same text, which math-verify cannot read
         ("6:00 PM", r"6:00 \text{ PM}"),
-        (r"\text{Yes}", "yes"),
-        ("False", r"\text{false}"),
-        (r"\text{no solution}", "No solution"),
     ],
 )
 def test_two_forms_of_one_answer(row: tuple[str, ...]) -> None:
@@ -183,10 +129,8 @@ def test_two_forms_of_one_answer(row: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        ("x=3", "2x+1=7"),
         ("x=906", "x-578=328"),
         ("x+y=3", "y=4-x"),
-        ("x^2+y^2=4", "2x^2+2y^2=9"),
         ("y=e^{-40}x", "y=e^{-41}x", "y-e^{-41}x=0"),
         ("-1<x<1", "[-1,1]", "(-1,2)"),
         ("0<x<e^{-40}", "(0,e^{-41})"),
@@ -194,16 +138,12 @@ def test_two_forms_of_one_answer(row: tuple[str, ...]) -> None:
         ("1,5", "1,6=5"),
         # other numbers and words
         ("5000", r"5\,00", "5 00"),
-        ("4", "½"),
         ("22", "2²"),
         ("1010_{2}", "1010_3"),
         (r"\text{odd}", "even"),
-        (r"\text{No}", "yes"),
         ("34", r"\text{3 4}"),
         ("72", "2^3 3^2"),
-        ("40", "2^3 5"),
         ("3.5", r"\frac 1 2 3"),
-        ("90", "91°"),
     ],
 )
 def test_another_answer_is_wrong(row: tuple[str, ...]) -> None:
@@ -216,17 +156,12 @@ def test_another_answer_is_wrong(row: tuple[str, ...]) -> None:
     "row",
     [
         ("e^{-40}", "e^{-41}"),
-        ("e^{-40}x", "e^{-41}x"),
         ("1/3^{40}", "1/3^{41}"),
         (r"\{1, e^{-40}\}", r"\{1, e^{-41}\}"),
-        ("(1, e^{-40})", "(1, e^{-41})"),
         ("4e-7", "1e-7"),
-        ("0.0000004", "0.0000001"),
         ("0", "e^{-41}"),
         ("5", r"5\%"),
         (r"\{1,2\}", "(1,2)"),
-        (r"\left\{1,2\right\}", r"\left(1,2\right)"),
-        ("(1,2)", r"\{1,2\}"),
     ],
 )
 def test_what_is_near_or_alike_is_not_equal(row: tuple[str, ...]) -> None:
@@ -242,15 +177,10 @@ def test_what_is_near_or_alike_is_not_equal(row: tuple[str, ...]) -> None:
     [
         (r"\binom{x=10}{3}", {"combinatorics"}),
         (r"\binom{10}{3} = 120, \gcd(4, 6) = 2", set()),
-        (r"120 = \binom{10}{3}", {"combinatorics"}),
         (r"5\!", set()),
-        (r"\text{5 min}", set()),
         (r"\mathrm{ gcd }(4, 6)", {"divisor"}),
         (r"5\,\mathrm{min}", set()),
-        (r"45~\operatorname{min}", set()),
         (r"\mathrm{min}(4, 6)", {"extremum"}),
-        (r"2+\operatorname{min}(4, 6)", {"extremum"}),
-        (r"\mathrm{max}(4, 6)", {"extremum"}),
         (r"2\mathrm{min}(4, 6)", {"extremum"}),
         (r"12 \operatorname{mod} 5", {"modulo"}),
     ],
@@ -263,21 +193,13 @@ def test_the_operations_that_a_text_names(answer: str, kinds: set[str]) -> None:
     ("response", "answer"),
     [
         (r"\boxed{1}", "1"),
-        (r"so \fbox{1}", "1"),
         (r"<think>\boxed{2}</think> \boxed{1}", "1"),
         (r"\boxed{2}</think> \boxed{1}", "1"),
-        (r"<think>\boxed{2}</think> no box", None),
         (r"<think>\boxed{2}", None),
         (r"\boxed{2}</think>", None),
         (r"<think>a</think> \boxed{1} <think>\boxed{2}", "1"),
-        (r"<think>a</think> \boxed{1} <think>\boxed{2}</think>", None),
     ],
 )
 def test_a_box_counts_behind_the_thinking_part(response: str, answer: str | None) -> None:
     assert final_answer(response) == answer
     assert final_answer(response.removeprefix("<think>"), response.startswith("<think>")) == answer
-
-
-def test_a_run_of_an_earlier_version_resumes_with_todays_math_reward() -> None:
-    """Its stored configuration lacks the field."""
-    assert with_present_fields({})["reward.math_allow_operations"] is RewardConfig().math_allow_operations

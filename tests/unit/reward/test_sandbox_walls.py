@@ -310,13 +310,6 @@ result = [mine.value, [name for name in found if not name.endswith(".py")], os.p
     assert json.loads(str(ended.value))[1] == [10, ["list", []], False]
 
 
-def test_a_run_without_walls_is_refused_unless_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    docker(monkeypatch)
-    with pytest.raises(ConfigError, match=r"no namespaces .*reward.allow_weak_sandbox=True"):
-        checked_sandbox(allow_weak=False)
-    assert "no namespaces" in checked_sandbox(allow_weak=True)[-1]
-
-
 def test_a_sandbox_that_does_not_work_is_a_problem_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_module, "_BEGIN", "raise SystemExit(3)")
     with pytest.raises(ConfigError, match="the sandbox did not start: .*exit code 3"):

@@ -122,16 +122,10 @@ class Async(Plain):
             raise asyncio.CancelledError
         if turn == "block":
             time.sleep(1000)
-        if turn.startswith("meet "):
-            Async.waiting += 1
-            while Async.waiting < int(turn.removeprefix("meet ")):
-                await asyncio.sleep(0.01)
         if turn.startswith("wait for "):
             while not Path(turn.removeprefix("wait for ")).exists():
                 await asyncio.sleep(0.005)
         return acted(self, turn, self.turns)
-
-    waiting = 0
 
 
 class Restored(Plain):

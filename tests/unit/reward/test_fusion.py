@@ -32,13 +32,7 @@ pytestmark = pytest.mark.integration
 PROGRAMS = [
     *((ADD, source, is_it) for source, is_it in SCRIPTS.items() if "sleep" not in source),
     *FUNCTIONS,
-    (CALL, "class All(list):\n    def __eq__(self, other):\n        return True\n\norder = All", False),
     (CALL, "import os\nprint('[1, 2, 3]')\nos._exit(0)", False),
-    (
-        json.dumps(["assert len(f(3)) == 3"]),
-        "import builtins\nbuiltins.len = lambda items: 3\n\ndef f(n):\n    return []",
-        False,
-    ),
     (
         ADD,
         "from __future__ import annotations\nassert 'sys' not in globals()\n"
@@ -46,7 +40,6 @@ PROGRAMS = [
         "deep(20_000)\nprint(sum(map(int, input().split())))",
         True,
     ),
-    (CALL, "def order(items):\n    return sorted(items) * factorial(xor(5, 4))", True),
     (CALL, "def order(x, n=20_000):\n    return sorted(x) if n == 0 else order(x, n - 1)", True),
     ('["assert all(f(i) == i for i in range(3))"]', FORGERIES["json"], False),
     (CALL, "print('3' * 5_000_000)\ndef order(items):\n    return sorted(items)", True),

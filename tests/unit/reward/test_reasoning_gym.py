@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from bapo_megatron.reward.reasoning_gym import (
     score,
 )
 from bapo_megatron.types import Prompt
-from tests.support.tiers import slow_but
 from tests.unit.reward.test_reward_pool import pooling
 
 VALUES = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
@@ -47,27 +44,19 @@ def info_of(task: str, answer: str | None = None, **metadata: Any) -> dict[str, 
     [
         ("15", "15", "15"),
         ("7 + 8 = 15", "15", "15"),
-        ("7 + 8 = 15.", "15", "15"),
         ("The sum is 1,234, I think", "15", "1,234"),
-        ("so 12-5 = 7", "7", "7"),
         ("12-5", "7", "5"),  # a difference, not -5
         ("it is -5", "7", "-5"),
         ("it is \u22125", "7", "-5"),
-        ("3/8", "0.375", "3/8"),
         ("1.5e-3", "0.0015", "1.5e-3"),
-        (".5", "0.5", ".5"),
         ("no number", "15", None),
-        ("", "15", None),
         ("7 + 8 = <answer> 15 </answer>, not 16", "15", "15"),
         ("<answer>1</answer> or <answer>2</answer>", "15", "2"),
-        ("<answer>1 <answer>2</answer>", "15", "2"),
         ("<answer></answer> 15", "15", None),
         ("it is \\boxed{15}, not 16", "15", "15"),
-        ("<think>99</think>\n15", "15", "15"),
         ("<think>15", "15", None),
         ("15 <think>16", "15", "15"),
         ("  a b\nc ", "x y", "a b\nc"),
-        ("it is 7", "x y", "it is 7"),
         ("it is 7", None, "it is 7"),
     ],
 )
@@ -193,26 +182,7 @@ def test_settings_reach_the_verifier() -> None:
         assert score(info, "<answer>9 + 9 + 5 + 1</answer>") == right
 
 
-UNUSABLE = {"zebra_puzzles", "composite", "game_of_life_halting"}
-"""The generator of the first needs a compiler."""
-
-
-def names_of_tasks() -> list[str]:
-    """From the files of the library: its import is slow."""
-    [folder] = find_spec("reasoning_gym").submodule_search_locations  # type: ignore[union-attr, misc]
-    text = "".join(path.read_text() for path in sorted(Path(folder).rglob("*.py")))
-    found = re.findall(r'^DATASET_NAME = "(\w+)"|register_dataset\(\s*"(\w+)"', text, re.MULTILINE)
-    return sorted({one or other for one, other in found} - UNUSABLE)
-
-
-TASKS = names_of_tasks()
-
-
-def test_every_task_is_tried() -> None:
-    assert sorted([*TASKS, "zebra_puzzles"]) == [*reasoning_gym.tasks()]
-
-
-@pytest.mark.parametrize("task", slow_but(TASKS, "chain_sum", "rearc", "countdown", "tower_of_hanoi"))
+@pytest.mark.parametrize("task", ["chain_sum", "rearc", "countdown", "tower_of_hanoi"])
 def test_a_task_takes_its_own_answers_after_a_journey_through_json(task: str) -> None:
     problems, options = reasoning_gym.tasks()[task]
     random.seed(7)
@@ -227,12 +197,17 @@ def test_a_task_takes_its_own_answers_after_a_journey_through_json(task: str) ->
             assert score(info, f"<think>1</think> <answer>{entry['answer']}</answer>") == 1.0
 
 
+@pytest.mark.slow
+def test_every_task_takes_its_own_answers() -> None:
+    """But for one whose generator needs a compiler."""
+    for task in reasoning_gym.tasks().keys() - {"zebra_puzzles"}:
+        test_a_task_takes_its_own_answers_after_a_journey_through_json(task)
+
+
 def test_tasks_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for task, says in (
         ("chain_sums", "no task 'chain_sums'; did you mean chain_sum, decimal_chain_sum"),
-        ("qqqq", "no task 'qqqq'; it has ab, acre,"),
         ("game_of_life_halting", "game_of_life_halting cannot be used: its verifier calls every"),
-        ("composite", "composite cannot be used"),
     ):
         with pytest.raises(ConfigError, match=says):
             reasoning_gym.check_task(task)
@@ -256,18 +231,13 @@ def test_rows_are_checked_by_what_the_verifier_needs() -> None:
 
 @pytest.mark.integration
 async def test_workers_score_with_the_rewards_of_the_run() -> None:
-    responses = ["7 + 8 = 15", "<think>15", "15</think> 16", "<answer>" + "9" * 30_000 + "</answer>"]
-    partly = "<answer>4</answer>"
     asked = (("chain_sum", "15", False), ("chain_sum", "15", True), ("rectangle_count", "3", False))
     sums, opened, counted = (
         Prompt(0, np.zeros(1, np.int32), "15", "sums", dict(info_of(task, answer)), opens)
         for task, answer, opens in asked
     )
     async with pooling(function="reasoning_gym", correct=2.0, wrong=-1.0) as pool:
-        whole = [await pool.score(sums, text, 1) for text in responses]
-        whole.append(await pool.score(opened, "15", 1))  # its thinking part never ends
-        part = await pool.score(counted, partly, 1)
-    assert [one.failure for one in whole] == [None] * 5
-    assert [one.reward for one in whole] == [2.0, -1.0, -1.0, -1.0, -1.0]
-    share = score(info_of("rectangle_count", "3"), partly)
-    assert part.reward == pytest.approx(-1 + 3 * share)
+        found = [await pool.score(one, "15", 1) for one in (sums, opened)]  # a thought without an end
+        found.append(await pool.score(counted, "<answer>4</answer>", 1))  # near, which is worth a part
+    share = score(info_of("rectangle_count", "3"), "<answer>4</answer>")
+    assert [one.reward for one in found] == [2.0, -1.0, pytest.approx(-1 + 3 * share)]

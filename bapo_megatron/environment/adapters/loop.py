@@ -47,7 +47,7 @@ class LoopEnvironment(Environment):
         self._end: Reply | Exception | None = None
         self._changed = asyncio.Event()
         self._playing: asyncio.Task[None] | None = None
-        self._is_asking = self._is_closed = False
+        self._is_closed = False
 
     async def play(self, ask: Ask) -> float | None:
         """Play the episode: ``await ask(observation)`` returns the model's next turn. Returning ends the
@@ -81,11 +81,7 @@ class LoopEnvironment(Environment):
             self._playing.cancel()
 
     async def _ask(self, observation: str | Sequence[str] | None) -> SampledTurn:
-        if self._is_asking:  # concurrent questions would get each other's turns
-            raise RuntimeError("play() must await each ask() before the next, and never cancel one")
-        self._is_asking = True
         _, turn = await self.question(lambda _turns: Reply(observation or ""))
-        self._is_asking = False
         return turn
 
     async def _play(self) -> None:

@@ -29,61 +29,36 @@ def assistant(text: str | None, *calls: tuple[str, str]) -> dict[str, Any]:
 
 
 class Forking(LoopEnvironment):
-    """Two sub-conversations at a time, a return, a history compressed, a question asked twice."""
+    """Three first requests at a time, a return, a history compressed, a question asked twice."""
 
-    order = (0, 1)
+    arrivals = 0
 
     async def play(self, ask: Ask) -> float | None:
-        """The second object asks the parallel questions in the other order."""
+        """Each object asks the first questions in another order."""
         talk = Conversation(self.task.messages, self.role, self.question)
-        one = await talk.answer([PROMPT])
-        two = await talk.answer([PROMPT, assistant(one), user("more")])
-        subs = [[user("left")], [{"role": "developer", "content": "Be brief."}, user("right")]]
-        Forking.order = Forking.order[::-1]
-        found = await asyncio.gather(*(talk.answer(subs[place]) for place in Forking.order))
-        left, right = (found[Forking.order.index(place)] for place in (0, 1))
-        five = await talk.answer([PROMPT, assistant(one), user("more"), assistant(two), user(left + right)])
+        first = [[PROMPT], [user("left")], [{"role": "developer", "content": "Be brief."}, user("right")]]
+        Forking.arrivals += 1
+        order = [(place + Forking.arrivals) % 3 for place in range(3)]
+        found = await asyncio.gather(*(talk.answer(first[place]) for place in order))
+        one, left, right = (str(found[order.index(place)]) for place in range(3))
+        assert one == "one", "the dataset's prompt is the first, whichever came first"
+        four = await talk.answer([PROMPT, assistant(one), user("more")])
+        five = await talk.answer([PROMPT, assistant(one), user("more"), assistant(four), user(left + right)])
         await talk.answer([user("summary"), assistant(five), user("continue")])
         await talk.answer([user("left")])
         return 1.0
 
 
 def test_branches_over_kills() -> None:
-    replies = check_durable(Forking, TASK, {}, ["one", "two", "3", "4", "five", "six", "seven"], [2, 3, 5])
-    contexts = [reply.context and (reply.context.after, len(reply.context.messages)) for reply in replies]
-    assert replies[0] == Reply("more"), "what continues behind the last turn is an observation"
-    assert sorted(one for one in contexts[1:3] if one) == [(0, 1), (0, 2)]
-    assert contexts[3:] == [(2, 5), (0, 3), (0, 1), None]
-    assert replies[3].context is not None
-    assert replies[3].context.messages[1] == {"role": "assistant", "turn": 1}
-    assert replies[4].context is not None
-    assert replies[4].context.messages[1] == {"role": "assistant", "turn": 5}, "as it was sampled, anywhere"
-
-
-class Parallel(LoopEnvironment):
-    """Three first requests at a time, whose order of arrival changes with each object."""
-
-    arrivals = 0
-
-    async def play(self, ask: Ask) -> float | None:
-        """The program gets what each of its requests was answered, whatever came first."""
-        talk = Conversation(self.task.messages, self.role, self.question)
-        first = [[PROMPT], [user("left")], [PROMPT, user("right")]]
-        Parallel.arrivals += 1
-        order = [(place + Parallel.arrivals) % 3 for place in range(3)]
-        found = await asyncio.gather(*(talk.answer(first[place]) for place in order))
-        prompt, left, right = (str(found[order.index(place)]) for place in range(3))
-        assert prompt == "one"
-        await talk.answer([PROMPT, assistant(prompt), user(left + right)])
-        return 1.0
-
-
-def test_first_requests_may_come_together() -> None:
-    """The dataset's prompt is the first, whichever of them came first, also after kills."""
-    replies = check_durable(Parallel, TASK, {}, ["one", "two", "three", "four"], [1, 2, 3])
+    turns = ["one", "2", "3", "four", "five", "six", "seven"]
+    replies = check_durable(Forking, TASK, {}, turns, [1, 2, 3, 5])
     contexts = [reply.context and (reply.context.after, len(reply.context.messages)) for reply in replies]
     assert sorted(one for one in contexts[:2] if one) == [(0, 1), (0, 2)]
-    assert contexts[2:] == [(1, 3), None]
+    assert contexts[2:] == [(1, 3), None, (0, 3), (0, 1), None]
+    assert replies[3].text in ("23", "32"), "what continues behind the last turn is an observation"
+    for reply, turn in ((replies[2], 1), (replies[4], 5)):  # as it was sampled, anywhere
+        assert reply.context is not None
+        assert reply.context.messages[1] == {"role": "assistant", "turn": turn}
 
 
 CODER = "<tool_call><function=add><parameter=a>\n{}\n</parameter></function></tool_call>"

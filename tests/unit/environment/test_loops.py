@@ -57,15 +57,7 @@ class Odd(LoopEnvironment):
         if self.way == "mute":
             return 1.0
         await ask("Guess." if self.way == "other" else None)
-        if isinstance(self.way, BaseException):
-            raise self.way
-        if self.way == "both":  # the second would get the turn that answers the first
-            await asyncio.gather(ask("one"), ask("two"))
-        first = asyncio.ensure_future(ask("one"))
-        await asyncio.sleep(0)
-        first.cancel()
-        await ask("two")
-        return 1.0
+        raise self.way
 
 
 LEAVES = r"play\(\) ended with "
@@ -77,8 +69,6 @@ LEAVES = r"play\(\) ended with "
     [
         ("other", "asks first 'Guess.', and not the prompt 'Guess my num"),
         ("mute", "ended before it asked the model"),
-        ("both", "await each ask"),
-        ("hasty", "await each ask"),
         (RuntimeError("no more"), "^no more"),
         (SystemExit(3), LEAVES + "SystemExit"),
         (asyncio.CancelledError(), LEAVES + "CancelledError"),

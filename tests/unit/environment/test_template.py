@@ -23,7 +23,6 @@ ASSISTANT = [257, 64, 82, 82, 72, 82, 83, 64, 77, 83, 198]
 TOOL = [257, 83, 78, 78, 75, 198]
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-STRIPS = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
 OURS = demo_tokenizer()
 TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
 
@@ -104,19 +103,6 @@ def test_results_of_several_calls(template: ObservationTemplate) -> None:
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_a_template_that_keeps_the_turns_passes(role: str) -> None:
     check_template(ObservationTemplate(tokenizer(), role, [CLOSE]), "models/ours")
-
-
-def test_a_template_that_drops_thinking_is_refused_in_words() -> None:
-    template = ObservationTemplate(tokenizer(STRIPS + OPENING), "tool", [CLOSE])
-    with pytest.raises(ConfigError, match="does not continue an episode") as caught:
-        check_template(template, "models/ours")
-    message = str(caught.value)
-    assert "role `tool`: of two rounds with thinking, at token" in message
-    assert "the episode has '<think>\\nHm" in message
-    assert "the template writes '\\n\\nFirst" in message
-    assert 'environment.history="sampled"' in message
-    check_template(template, "models/ours", "sampled")
-    assert template.given_ids("5", CLOSE).tolist() == [198, *TOOL, 20, 258, 198, *ASSISTANT]
 
 
 def test_a_template_that_opens_the_thinking_part() -> None:

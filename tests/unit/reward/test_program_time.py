@@ -95,18 +95,6 @@ def test_sleep_and_processor_time_are_the_programs_own(source: str) -> None:
     assert ended is None or ended.code == -signal.SIGKILL
 
 
-def test_the_time_of_several_threads_is_added() -> None:
-    digest = "import hashlib\nhashlib.pbkdf2_hmac('sha512', b'', b'', 300_000)\n"
-    source = f"import threading\ndef work():\n    {digest.replace(chr(10), chr(10) + '    ')}\n"
-    source += "threads = [threading.Thread(target=work) for _ in range(2)]\n"
-    source += "[t.start() for t in threads]\n[t.join() for t in threads]"
-    with Sandbox(digest, "", 512, 60.0) as alone, Sandbox(source, "", 512, 60.0) as twice:
-        one, two = alone.run("", 60.0), twice.run("", 60.0)
-    assert one is not None
-    assert two is not None
-    assert two.time_s > 1.4 * one.time_s
-
-
 @pytest.mark.parametrize("kills", [count(), iter([5, 5])], ids=["short of memory", "killed otherwise"])
 def test_a_program_that_the_machine_kills_for_memory_was_not_judged(
     monkeypatch: pytest.MonkeyPatch, kills: Iterator[int]

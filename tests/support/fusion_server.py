@@ -25,31 +25,16 @@ async def run_code(body: dict[str, Any], request: web.Request) -> web.StreamResp
     except TimeoutError:
         program.kill()
         await program.wait()
-        result: dict[str, Any] = {
-            "status": "TimeLimitExceeded",
-            "return_code": None,
-            "stdout": "",
-            "stderr": "",
-        }
+        result: dict[str, Any] = {"status": "TimeLimitExceeded", "return_code": None, "stdout": ""}
     else:
-        kept = printed[: 1 << 20]
-        texts = {"stdout": kept.decode(errors="replace"), "stderr": errors.decode(errors="replace")}
+        texts = {
+            "stdout": printed[: 1 << 20].decode(errors="replace"),
+            "stderr": errors.decode(errors="replace"),
+        }
         result = {"status": "Finished", "return_code": program.returncode, "execution_time": 0.1, **texts}
-    ended_well = result["status"] == "Finished" and result["return_code"] == 0
-    whole = {
-        "status": "Success" if ended_well else "Failed",
-        "message": "",
-        "compile_result": None,
-        "files": {},
-    }
+    whole = {"status": "Failed" if result["return_code"] else "Success", "message": "", "files": {}}
     return await says({**whole, "run_result": result})(body, request)
 
 
-BROKEN = {
-    "status": "SandboxError",
-    "message": "exception on running code",
-    "compile_result": None,
-    "run_result": None,
-    "files": {},
-}
+BROKEN = {"status": "SandboxError", "message": "exception on running code", "run_result": None}
 """What it answers if it could not run a program."""

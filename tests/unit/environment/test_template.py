@@ -24,7 +24,6 @@ TOOL = [257, 83, 78, 78, 75, 198]
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 OURS = demo_tokenizer()
-TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
 
 
 def tokenizer(template: str | None = None) -> Any:
@@ -161,16 +160,6 @@ def test_a_template_that_refuses_a_second_round_is_refused() -> None:
 def test_a_template_that_shows_no_observation_is_refused(chat: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         ObservationTemplate(tokenizer(chat + OPENING), "tool", [CLOSE])
-
-
-def test_tools_that_a_template_ignores_are_refused() -> None:
-    """DeepSeek V3's and Llama 3's do so silently; where the recipe keeps what was sampled, too."""
-    silent = ObservationTemplate(tokenizer(), "tool", [CLOSE], TOOLS)
-    for history in ("template", "sampled"):
-        with pytest.raises(ConfigError, match=r"ignores the tools .* Describe them in the prompts"):
-            check_template(silent, "models/ours", history)
-    written = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML + OPENING
-    check_template(ObservationTemplate(tokenizer(written), "tool", [CLOSE], TOOLS), "models/ours")
 
 
 DROPS = r"the episode has '<think>.* writes '\\n\\nFirst"

@@ -116,74 +116,44 @@ def test_two_evaluations_of_one_model() -> None:
     assert rerun_std([1, 1], [0, 1]) is None
 
 
-QUESTIONS = ("1 + 1 =", "2 + 2 =", "3 + 3 =")
-
-
-@pytest.fixture
-def suite(tmp_path: Path) -> Path:
-    """A suite of three sums, each behind a system message."""
-    path = tmp_path / "sums/data.jsonl"
-    path.parent.mkdir()
-    system = {"role": "system", "content": "Be brief."}
-    rows = [{"prompt": [system, {"role": "user", "content": text}]} for text in QUESTIONS]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def evaluation(folder: Path, suite: Path, texts: dict[tuple[int, int], str], right: str) -> Path:
-    """A finished evaluation with these responses, by problem and sample; unjudged without a ``right`` one."""
+def finished_sums(folder: Path, suite: Path, right: int, *texts: str) -> Path:
+    """A finished evaluation of three sums with these first responses, stored in any order; the last is not
+    judged."""
     digest = hashlib.sha256(suite.read_bytes()).hexdigest()
     about: dict[str, Any] = {
         "format": FORMAT,
-        "suite": {"name": "sums", "path": str(suite), "sha256": digest, "problems": len(QUESTIONS)},
+        "suite": {"name": "sums", "path": str(suite), "sha256": digest, "problems": 3},
         "sampling": {"temperature": 1.0},
         "samples": 2,
     }
-    failure = None if right else "time"
     with open_folder(folder / "sums", about) as log:
-        for (problem, sample), text in texts.items():
-            judged = ScoredResponse(problem, sample, text == right, None, 3, "stop", failure)
-            log.append_all([{**asdict(judged), "text": text}])
-    responses = read_responses(folder / "sums" / RESPONSES, 2)
-    write_summary(folder / "sums", about, score(responses))
+        for problem, sample in itertools.product((2, 0, 1), (1, 0)):
+            is_right, failure = (problem, sample) == (right, 0), "time" if problem == 2 else None
+            judged = ScoredResponse(problem, sample, is_right, None, 3, "stop", failure)
+            log.append_all([{**asdict(judged), "text": "another" if sample else texts[problem]}])
+    write_summary(folder / "sums", about, score(read_responses(folder / "sums" / RESPONSES, 2)))
     return folder
 
 
-def both(tmp_path: Path, suite: Path) -> tuple[Path, Path]:
-    """Responses are stored in any order: here the second samples come first."""
-    places = [(problem, sample) for sample in (1, 0) for problem in (2, 0, 1)]
-    a = evaluation(tmp_path / "a", suite, {place: f"perhaps {place}" for place in places}, "perhaps (1, 0)")
-    b = evaluation(tmp_path / "b", suite, {place: f"surely {place}" for place in places}, "surely (0, 0)")
-    return a, b
+FIRST = "sums, problem 0: 1 + 1 =\n  A, wrong: perhaps\n  B, right: surely\n"
+SECOND = "sums, problem 1: 2 + 2 =\n  A, right: perhaps so\n  B, wrong: surely so\n"
+THIRD = "sums, problem 2: 3 + 3 =\n  A, unjudged: one \u23ce two \\x1b[2J\n  B, unjudged: {} [...] {}\n"
 
 
-FIRST = "sums, problem 0: 1 + 1 =\n  A, wrong: perhaps (0, 0)\n  B, right: surely (0, 0)\n"
-SECOND = "sums, problem 1: 2 + 2 =\n  A, right: perhaps (1, 0)\n  B, wrong: surely (1, 0)\n"
-
-
-def test_examples_of_first_problems(tmp_path: Path, suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a, b = both(tmp_path, suite)
-    assert examples_text(a, b, 2) == FIRST + SECOND
-    assert examples_text(a, b / "sums", 99).count("problem") == 3
+def test_examples_of_first_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A text is one line, however long and whatever it holds."""
+    suite, system = tmp_path / "data.jsonl", {"role": "system", "content": "Be brief."}
+    asked = [[system, {"role": "user", "content": f"{n} + {n} ="}] for n in (1, 2, 3)]
+    suite.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked))
+    a = finished_sums(tmp_path / "a", suite, 1, "perhaps", "perhaps so", "one\ntwo \x1b[2J")
+    b = finished_sums(tmp_path / "b", suite, 0, "surely", "surely so", "x" * 300 + "MIDDLE" + "y" * 300)
+    assert examples_text(a, b / "sums", 99) == FIRST + SECOND + THIRD.format("x" * 250, "y" * 250)
     command = ["eval", "compare", str(a), str(b)]
     (b / "more").symlink_to("sums")
     assert run([*command, "--examples", "1"]) == 0
     printed = capsys.readouterr()
     assert printed.out.endswith(f"\n{FIRST}")
     assert printed.err == "left out, since not finished in both: more\n"
-    assert run(command) == 0
-    assert "problem 0" not in capsys.readouterr().out
     suite.write_text(suite.read_text() + "\n")
     assert run([*command, "--examples", "1"]) == 2
     assert f"{suite} is gone or has changed since {a}/sums was asked" in capsys.readouterr().err
-
-
-def test_a_text_is_one_line_however_long_and_whatever_it_holds(tmp_path: Path, suite: Path) -> None:
-    long = "x" * 300 + "MIDDLE" + "y" * 300
-    a = evaluation(
-        tmp_path / "a", suite, {(n, s): f"one\ntwo \x1b[2J{n}{s}" for n in range(3) for s in (0, 1)}, ""
-    )
-    b = evaluation(tmp_path / "b", suite, {(n, s): long for n in range(3) for s in (0, 1)}, "")
-    lines = examples_text(a, b, 1).splitlines()
-    assert lines[1] == "  A, unjudged: one ⏎ two \\x1b[2J00"
-    assert lines[2] == f"  B, unjudged: {'x' * 250} [...] {'y' * 250}"

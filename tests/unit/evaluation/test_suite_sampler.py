@@ -32,39 +32,10 @@ class Equal:
         return RewardResult(score, score=score)
 
 
-def ask(
-    engine: ScriptedEngine,
-    truths: Sequence[str],
-    places: Sequence[tuple[int, int]],
-    keep: Any = None,
-    lost_minutes: float = 5.0,
-) -> list[dict[str, Any]]:
-    prompts = [Prompt(n, np.array([n], np.int32), truth, "t") for n, truth in enumerate(truths)]
-    params = Sampling(temperature=1.0, max_response_tokens=20, seed=3, stop_token_ids=(EOS,))
-    kept: list[dict[str, Any]] = []
-
-    async def everything() -> None:
-        timeouts = EngineTimeouts(heartbeat_s=0.01)
-        pool = EnginePool([engine], 2, lambda kind, **fields: None, timeouts)
-        await pool.update(Path(), 1)
-        try:
-            asker = SuiteSampler(prompts, Letters(), pool, Equal(), params, 1, lost_minutes)
-            await asker.ask(places, keep or kept.extend)
-        finally:
-            await pool.close()
-
-    asyncio.run(asyncio.wait_for(everything(), 60))
-    return kept
-
-
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_run, "_LOOK_S", 0.02)
     monkeypatch.setattr("bapo_megatron.rollout.sampler.held_out._POLL_S", 0.02)
-
-
-def boxed(problem: int, _sample: int) -> str:
-    return f"\\boxed{{{problem}}}"
 
 
 @pytest.mark.parametrize(
@@ -86,8 +57,19 @@ def test_what_ends_an_evaluation(
     def full(rows: Sequence[Any]) -> None:
         raise RunStopped("the disk is full")
 
+    async def ask() -> None:
+        pool = EnginePool([engine], 2, lambda kind, **fields: None, EngineTimeouts(heartbeat_s=0.01))
+        await pool.update(Path(), 1)
+        try:
+            prompt = Prompt(0, np.array([0], np.int32), "0", "t")
+            params = Sampling(temperature=1.0, max_response_tokens=20, seed=3, stop_token_ids=(EOS,))
+            sampler = SuiteSampler([prompt], Letters(), pool, Equal(), params, 1, lost_minutes)
+            await asyncio.wait_for(sampler.ask([(0, 0)], full), 60)
+        finally:
+            await pool.close()
+
     monkeypatch.setattr("bapo_megatron.rollout.engines.pool._MAX_BACKOFF_S", 0.0)
-    engine = ScriptedEngine(boxed)
+    engine = ScriptedEngine(lambda *_: "\\boxed{0}")
     engine.trouble = fail
     with pytest.raises(RunStopped, match=says):
-        ask(engine, ["0"], [(0, 0)], full, lost_minutes)
+        asyncio.run(ask())

@@ -173,30 +173,22 @@ def test_the_filter_fits_both_machines() -> None:
 
 
 ORDINARY = {
-    "imports": "import base64, bz2, cmath, csv, decimal, fractions, gzip, hashlib, lzma, secrets\n"
-    "import statistics,  unicodedata, uuid, zlib, zoneinfo\nuuid.uuid4(), secrets.token_hex()\nprint(10)",
     "threads": "from concurrent.futures import ThreadPoolExecutor as T\nprint(sum(T(32).map(int, '1234')))",
     "asyncio": "import asyncio\nasync def f():\n    await asyncio.sleep(0.01)\n    return 10\n"
     "print(asyncio.run(f()))",
     "named temporary file": "import tempfile\nwith tempfile.NamedTemporaryFile('w+') as f:\n"
     "    f.write('10'); f.flush()\n    print(open(f.name).read())",
-    "sqlite": "import sqlite3\nc = sqlite3.connect(':memory:')\nc.execute('create table t (a)')\n"
-    "c.execute('insert into t values (10)')\nprint(*c.execute('select a from t').fetchone())",
     "sqlite file": "import sqlite3\nc = sqlite3.connect('own.db')\n"
     "c.execute('create table t (a)')\nprint(10)",
     "files": "import os, pathlib, shutil\npathlib.Path('a').write_text('10')\nos.rename('a', 'b')\n"
     "os.makedirs('c/d'); shutil.copy('b', 'c/d/e')\nprint(pathlib.Path('c/d/e').read_text())\n"
     "os.truncate('b', 1); shutil.rmtree('c')",
-    "alarm": "import signal, time\nsignal.signal(signal.SIGALRM, lambda *_: print(10))\n"
-    "signal.setitimer(signal.ITIMER_REAL, 0.05)\ntime.sleep(0.1)",
     "ctypes": "import ctypes\nprint(ctypes.CDLL(None).abs(-10))",
     "recursion": "import sys, threading\nsys.setrecursionlimit(100000)\nthreading.stack_size(64 << 20)\n"
     "def f(n): return n and 1 + f(n - 1)\n"
     "t = threading.Thread(target=lambda: print(f(20000) // 2000)); t.start(); t.join()",
     "null": "print(10, file=open('/dev/null', 'w'))\nprint(10)",
     "limits": "import resource as r\nr.setrlimit(r.RLIMIT_STACK, r.getrlimit(r.RLIMIT_STACK))\nprint(10)",
-    "socketpair": "import socket\na, b = socket.socketpair()\na.sendall(b'10')\nprint(b.recv(9).decode())",
-    "processor count": "import os\nassert os.cpu_count() and os.sched_getaffinity(0)\nprint(10)",
 }
 STDIN = {
     "path": "print(sum(map(int, open('/dev/stdin').read().split())))",

@@ -88,16 +88,14 @@ def test_what_programs_leave_is_deleted(place: Path, owner_was: str) -> None:
     assert (kept / "folder/file").read_text() == "kept"
 
 
-@pytest.mark.parametrize("whose", ["another user's", "just made"])
-def test_leftovers_of_others_are_theirs(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_others_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's, and one just made, which its owner may not have locked yet."""
     made = Scratch()
-    os.close(made._lock)  # as before its owner locks it
-    with monkeypatch.context() as patch:
-        if whose == "just made":
-            patch.setattr(scratch, "FRESH_S", 60.0)
-        else:
-            patch.setattr(os, "geteuid", lambda: 12345)
-        remove_abandoned()
-    assert os.path.isdir(made.path)
+    os.close(made._lock)
+    for other in ((os, "geteuid", lambda: 12345), (scratch, "FRESH_S", 60.0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(*other)
+            remove_abandoned()
+        assert os.path.isdir(made.path)
     remove_abandoned()
     assert not os.path.isdir(made.path)

@@ -13,7 +13,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.workers.serving import Prepared, serve
 
 RUNNING: list[str] = []
@@ -30,8 +29,6 @@ def prepare(settings: dict[str, Any]) -> Prepared:
             time.sleep(settings.get("start_s", 0))
             if Path(f"{starts}.broken").exists():
                 os._exit(9)
-    if settings.get("problem"):
-        raise ConfigError(settings["problem"])
     functions = {"plain": plain} if settings.get("plain") else FUNCTIONS
     return Prepared(functions, settings.get("memory_mb", 4096), ["a note"])
 

@@ -91,8 +91,6 @@ class Protocol:
     events: Callable[[Answered, dict[str, Any]], Iterator[bytes]]
     """Formats the reply to a streaming body as events."""
     error: Callable[[Refused], dict[str, Any]]
-    error_event: Callable[[Refused], bytes]
-    """Formats an error within a stream."""
     ping: bytes
     """Sent in a stream while the model answers."""
 

@@ -107,6 +107,5 @@ CHAT_COMPLETIONS = Protocol(
     whole=_whole,
     events=_events,
     error=error,
-    error_event=lambda refused: event(error(refused)),
     ping=b": the model answers\n\n",
 )

@@ -134,6 +134,5 @@ MESSAGES = Protocol(
     whole=_whole,
     events=_events,
     error=_error,
-    error_event=lambda refused: event(_error(refused), "error"),
     ping=_event("ping"),
 )

@@ -178,17 +178,11 @@ def _call_events(item: dict[str, Any], index: int) -> Iterator[tuple[str, dict[s
     yield "response.function_call_arguments.done", {**place, "name": item["name"], "arguments": arguments}
 
 
-def _error_event(refused: Refused) -> bytes:
-    about = {"type": "error", "code": "invalid_request_error", "message": str(refused), "param": None}
-    return event({**about, "sequence_number": 0}, "error")
-
-
 RESPONSES = Protocol(
     path="/v1/responses",
     read=_read,
     whole=_whole,
     events=_events,
     error=error,
-    error_event=_error_event,
     ping=b": the model answers\n\n",
 )

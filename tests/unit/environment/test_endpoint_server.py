@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -309,35 +308,3 @@ async def test_pings_keep_a_connection_alive(
     assert pings == 2 * ping
     assert b'"6"' in text
     assert text.endswith(end)
-
-
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_refusal_after_pings(is_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its status is sent: a stream ends with an error; another client loses its connection, asks again, and
-    reads why."""
-    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.01)
-
-    class Late(Patient):
-        async def _answer(self, request: chat.ChatRequest) -> SampledTurn:
-            if request.messages[-1]["content"] != "lower":
-                return await super()._answer(request)
-            await self.go_on.wait()
-            raise chat.Refused(409, "it comes too late")
-
-        async def second(self) -> None:
-            first = asyncio.ensure_future(super().second())
-            await self.until_asked(2, clients=1)
-            body = {"messages": LOWER, "stream": is_stream}
-            async with self.session.post("chat/completions", json=body) as answer:
-                await answer.content.readexactly(1)
-                self.go_on.set()
-                with suppress(aiohttp.ClientPayloadError):
-                    self.found.append(await answer.text())
-            await first
-            if not is_stream:
-                await self.post(*LOWER)
-
-    found = await played(Late, goes_on=False)
-    [refusal] = [one for one in found if isinstance(one, str)] if is_stream else [found[-1][1]]
-    assert "it comes too late" in refusal
-    assert '"type": "invalid_request_error"' in refusal

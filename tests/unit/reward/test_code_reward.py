@@ -74,7 +74,6 @@ SCRIPTS = {
     "import os\na, b = os.read(0, 99).split()\nos.write(1, b'%d' % (int(a) + int(b)))": True,
     "import numpy as np\nprint(np.array(input().split(), int).sum())\nexit()": True,
     "import atexit\ns = sum(map(int, input().split()))\natexit.register(lambda: print(s))": True,
-    "import os\nout = os.fdopen(1, 'w')\nout.write(str(sum(map(int, input().split()))))": True,
     "import threading, time\ndef late():\n    s = sum(map(int, input().split()))\n    time.sleep(0.1)\n"
     "    print(s)\nthreading.Thread(target=late).start()": True,
     "from __future__ import annotations\nfrom dataclasses import dataclass\n"
@@ -83,10 +82,8 @@ SCRIPTS = {
     "print(3)": False,
     "print(sum(map(int, input().split()))": False,
     "print(sum(map(int, input().split())))\n1 / 0": False,
-    "print(sum(map(int, input().split())))\nexit(1)": False,
     "print(sum(map(int, input().split())))\nimport time; time.sleep(99)": False,
     "x = " + "(" * 5000: False,
-    "x = " + "-" * 100_000 + "1": False,
     "#" * 300_000 + "\nprint(sum(map(int, input().split())))": False,
 }
 

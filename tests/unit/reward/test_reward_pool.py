@@ -13,13 +13,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
-from bapo_megatron import tensor_types, types
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import ground_truth_check, load_function
@@ -244,11 +243,3 @@ def test_neither_the_worker_nor_the_types_of_its_prompts_import_torch() -> None:
     assert "bapo_megatron" in found
     take_seconds = {"torch", "transformers", "megatron", "datasets", "safetensors", "pandas", "aiohttp"}
     assert not found & take_seconds, "a worker imports a package that takes seconds"
-
-
-def test_the_types_with_tensors_are_found_where_users_look_for_them() -> None:
-    for name in ("COLUMNS", "Column", "MicroBatch", "SearchedLoss", "TokenFn", "TokenStats", "UpdateResult"):
-        assert getattr(types, name) is getattr(tensor_types, name)
-    assert get_type_hints(types.Rollout)["reward"] is float
-    with pytest.raises(AttributeError, match="has no attribute 'MiniBatch'"):
-        _ = types.MiniBatch  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ its parent, even after ``kill -9``.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import subprocess
@@ -32,8 +31,6 @@ from bapo_megatron.workers.scratch import Scratch
 START_LIMIT_S = 600.0
 """Seconds for a worker's imports, which took more than 120 s at a load of 50."""
 
-_PIPE_BYTES = 1 << 20
-"""Size of the call pipe, which takes a long response in one write; any user may have this much."""
 _READS = 64  # maximum successive reads of a pipe, so that an endless writer does not block the event loop
 
 
@@ -63,7 +60,6 @@ class WorkerProcess:
         self._child, self._scratch, self._heard = child, scratch, heard
         self._input, self._output = child.process.stdin.fileno(), child.process.stdout.fileno()
         self._unsent: deque[memoryview] = deque()
-        self._is_blocked = False  # whether the pipe is full; the event loop then resumes the writes
         self._parts: list[bytes] = []
         self._exit: asyncio.Task[None] | None = None
         self._removal: asyncio.Future[None] | None = None
@@ -73,8 +69,6 @@ class WorkerProcess:
         self.ended: asyncio.Future[str] = self._loop.create_future()
         for descriptor in (self._input, self._output):
             os.set_blocking(descriptor, False)
-        with suppress(OSError):  # a user's pipes share a limit
-            fcntl.fcntl(self._input, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._loop.add_reader(self._output, self._read)
         # The process is watched too, because a forked grandchild may hold the pipe open.
         self._pid_descriptor: int | None = None
@@ -149,10 +143,8 @@ class WorkerProcess:
         while self._unsent:
             try:
                 sent = os.write(self._input, self._unsent[0])
-            except BlockingIOError:
-                if not self._is_blocked:
-                    self._is_blocked = True
-                    self._loop.add_writer(self._input, self._write)
+            except BlockingIOError:  # the pipe is full; the event loop resumes the writes
+                self._loop.add_writer(self._input, self._write)
                 return
             except BrokenPipeError:  # it ended, which is handled elsewhere
                 self._unsent.clear()
@@ -160,9 +152,7 @@ class WorkerProcess:
             self._unsent[0] = self._unsent[0][sent:]
             if not self._unsent[0]:
                 self._unsent.popleft()
-        if self._is_blocked:
-            self._is_blocked = False
-            self._loop.remove_writer(self._input)
+        self._loop.remove_writer(self._input)
 
     def _read(self) -> None:
         for _ in range(_READS):

@@ -204,10 +204,9 @@ class Patient(EndpointEnvironment):
         return None
 
     async def post(self, *messages: dict[str, Any]) -> None:
-        """Send a request; note its status, its text, and whether a client should ask again."""
+        """Send a request; note its status and its text."""
         async with self.session.post("chat/completions", json={"messages": messages}) as answer:
-            again = answer.headers.get("x-should-retry")
-            self.found.append((answer.status, await answer.text(), again))
+            self.found.append((answer.status, await answer.text()))
 
     async def until_asked(self, questions: int, clients: int) -> None:
         """Wait for so many questions so far, and clients that wait for an answer."""
@@ -247,7 +246,7 @@ async def test_a_question_whose_client_has_gone_may_be_asked_again() -> None:
             await again
 
     found = await played(Impatient, goes_on=False)
-    said = [json.loads(text)["choices"][0]["message"]["content"] for _, text, _ in found]
+    said = [json.loads(text)["choices"][0]["message"]["content"] for _, text in found]
     assert said == ["3", "6"]
 
 
@@ -270,7 +269,7 @@ async def test_questions_at_a_time_are_branches() -> None:
     assert replies[0] == Reply("higher")
     said = [reply.context.messages[-1]["content"] for reply in replies[1:3] if reply.context]
     assert (said, replies[3]) == (["lower", "higher"], Reply(None))
-    assert [status for status, _, _ in agent.found] == [200] * 4
+    assert [status for status, _ in agent.found] == [200] * 4
 
 
 COMMENT, PING = b": the model answers\n\n", b'event: ping\ndata: {"type": "ping"}\n\n'

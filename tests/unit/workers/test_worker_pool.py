@@ -165,8 +165,7 @@ async def test_what_may_not_be_repeated_fails_by_name(tmp_path: Path) -> None:
             [pool.call(once, {"name": name, **question}, f"episode {name}") for name in ("a", "killer", "b")]
         )
         assert (await pool.call(once, {"name": "c", "file": str(file)})) == "c", "the next worker serves"
-        found = results
-    assert [str(one) for one in found] == [
+    assert [str(one) for one in results] == [
         f"act of episode {name}: died: signal SIGKILL, with 2 other calls in flight"
         for name in ("a", "killer", "b")
     ]

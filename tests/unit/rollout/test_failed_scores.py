@@ -18,7 +18,7 @@ from bapo_megatron.rollout.sampler.scoring import FailedScores, response_score
 from bapo_megatron.rollout.sampler.state import OpenGroup
 from bapo_megatron.types import Prompt, StepBatch
 from tests.support.accounts import check_accounts
-from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids
+from tests.support.sampling import ScriptedEngine, World, prompt_ids
 
 pytestmark = pytest.mark.virtual_time
 
@@ -61,7 +61,7 @@ def answer(_prompt: int, sample: int) -> str:
     return ("y", "no", "nay")[sample]
 
 
-@pytest.mark.parametrize("rewards", [(1e300,), (1e308, 1e308), (-1e19, None)])
+@pytest.mark.parametrize("rewards", [(1e308, 1e308), (-1e19, None)])
 async def test_a_reward_beyond_all_advantages_is_a_failure(rewards: tuple[float | None, ...]) -> None:
     """Of an environment, or of a model that scores: else the trainer stops at it, at every start."""
     nothing: Any = None
@@ -87,6 +87,7 @@ def check(found: World) -> None:
 
 async def test_a_failed_response_is_left_out_of_its_group(tmp_path: Path) -> None:
     one = world(tmp_path, cut_nay)
+    one.score.failure = "time"
     batch = await first_step(one)
     assert prompt_ids(batch) == [0, 1, 2, 3]
     assert [[r.reward for r in group.rollouts] for group in batch.groups] == [
@@ -96,7 +97,8 @@ async def test_a_failed_response_is_left_out_of_its_group(tmp_path: Path) -> Non
         [1, 0, 0],
     ]
     found = batch.metrics
-    assert (found["reward/failures"], found["reward/failed_fraction"]) == (2, 2 / 12)
+    assert found["reward/failures"] == found["reward/timeouts"] == 2
+    assert found["reward/failed_fraction"] == 2 / 12
     assert found["reward/mean"] == found["reward/correct_fraction"] == 4 / 10
     assert found["rollout/tokens"] == found["sampler/tokens_trained"] == 4 * (2 + 3) + 2 * 4
     assert found["sampled/rollout/tokens"] == found["sampler/tokens_sampled"] == 4 * (2 + 3 + 4)
@@ -113,33 +115,28 @@ async def test_a_failed_response_may_have_a_value(tmp_path: Path) -> None:
     check(one)
 
 
-@pytest.mark.parametrize("drop_uniform", [True, False])
-async def test_a_group_with_one_score_is_dropped_and_another_is_sampled(
-    tmp_path: Path, drop_uniform: bool
-) -> None:
+async def test_a_group_with_one_score_is_dropped_and_another_is_sampled(tmp_path: Path) -> None:
     one = world(tmp_path, lambda prompt, response: prompt == 1 and response != "y")
-    rollout = dataclasses.replace(one.config.rollout, drop_uniform_groups=drop_uniform)
-    one.config = dataclasses.replace(one.config, rollout=rollout)
+    one.config = dataclasses.replace(
+        one.config, rollout=dataclasses.replace(one.config.rollout, drop_uniform_groups=False)
+    )
     batch = await first_step(one)
     assert prompt_ids(batch) == [0, 2, 3, 4]
     assert (batch.metrics["rollout/groups_failed"], batch.metrics["sampled/reward/failures"]) == (1, 2)
     check(one)
 
 
-async def test_a_run_recounts_the_same_after_a_kill(tmp_path: Path) -> None:
-    engines = [ScriptedEngine(answer), ScriptedEngine(answer)]
-    whole, parts = world(tmp_path / "whole", cut_nay), world(tmp_path / "parts", cut_nay, engines[0])
-    async with whole.sampling():
-        expected = await whole.batch(1)
-    async with parts.sampling(rounds=False):
-        while len(parts.sampler._state.finished) < 4:
-            await asyncio.sleep(1)
-        parts.kill()
-    again = world(tmp_path / "parts", lambda prompt, response: True, engines[1])
-    async with again.sampling():
-        batch = await again.batch(1)
-    assert batch.metrics == expected.metrics
-    assert not engines[1].asked
+async def test_a_resumed_run_with_a_successful_score_skips_the_check_of_the_first(tmp_path: Path) -> None:
+    """Else a judge that is down at the resume would count as a reward that is wrong."""
+    killed = world(tmp_path, lambda prompt, response: False)
+    killed.score.lasts_s = lambda prompt: 1 if prompt == 0 else 60
+    async with killed.sampling(rounds=False):
+        assert await killed.sampler.next_batch(1, 30) is None
+        killed.kill()
+    continued = world(tmp_path, lambda prompt, response: True)
+    async with continued.sampling(rounds=False):
+        assert await continued.sampler.next_batch(1, 60) is None  # they wait for a score
+    assert "reward_outage" in continued.event_kinds()
 
 
 async def test_prompts_that_cannot_be_scored_do_not_stop_a_run(tmp_path: Path) -> None:
@@ -175,11 +172,10 @@ async def test_an_outage_costs_nothing_if_it_ends(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("on_failure", ["leave_out", "value"])
-async def test_new_episodes_show_whether_environments_work_again(tmp_path: Path, on_failure: str) -> None:
+async def test_new_episodes_show_whether_environments_work_again(tmp_path: Path) -> None:
     """A failed episode is over: to score it again, for ever, would hold the run up until it stops."""
     engine = ScriptedEngine(answer)
-    one = world(tmp_path, lambda prompt, response: False, engine, outage_minutes=12.0, on_failure=on_failure)
+    one = world(tmp_path, lambda prompt, response: False, engine, outage_minutes=12.0, on_failure="value")
     rollout = dataclasses.replace(one.config.rollout, drop_uniform_groups=False)
     one.config = dataclasses.replace(one.config, rollout=rollout)
     one.score.failure = "environment"
@@ -202,11 +198,8 @@ async def test_new_episodes_show_whether_environments_work_again(tmp_path: Path,
     check(one)
 
 
-@pytest.mark.parametrize("on_failure", ["leave_out", "value"])
-async def test_a_longer_outage_stops_the_run_and_the_responses_are_kept(
-    tmp_path: Path, on_failure: str
-) -> None:
-    one = world(tmp_path, lambda prompt, response: False, on_failure=on_failure, outage_minutes=12.0)
+async def test_a_longer_outage_stops_the_run_and_the_responses_are_kept(tmp_path: Path) -> None:
+    one = world(tmp_path, lambda prompt, response: False, outage_minutes=12.0)
     says = (
         r"no response could be scored for 12 minutes \(reward.outage_minutes\): 4 groups in a row have no "
         "score, the last for endpoint: http://judge: HTTP 503. Nothing was trained on them. Mend what scores"
@@ -221,21 +214,10 @@ async def test_a_longer_outage_stops_the_run_and_the_responses_are_kept(
         one.kill()
     check(one)
     engine = ScriptedEngine(answer)
-    again = world(tmp_path, lambda prompt, response: False, engine, on_failure=on_failure)
+    again = world(tmp_path, lambda prompt, response: False, engine)
     async with again.sampling(first_step=2):
         assert prompt_ids(await again.train(2)) == [4, 5, 6, 7]
     assert not engine.asked
-
-
-async def test_a_run_whose_steps_have_one_group_notices_an_outage(tmp_path: Path) -> None:
-    one = World(tmp_path, [ScriptedEngine(mixed)], scorer=Judge(lambda *_: False), prompts_per_step=1)
-    one.config = dataclasses.replace(one.config, reward=RewardConfig(outage_minutes=5.0))
-    async with one.sampling():
-        await one.train(1)
-        one.score.fails = lambda prompt, response: True
-        with pytest.raises(RunStopped, match="2 groups in a row have no score"):
-            await one.sampler.next_batch(2, 800)
-        one.kill()
 
 
 async def test_an_outage_that_pauses_for_one_score_costs_few_groups(tmp_path: Path) -> None:
@@ -252,21 +234,6 @@ async def test_an_outage_that_pauses_for_one_score_costs_few_groups(tmp_path: Pa
         batch = await one.train(2)
     assert batch.metrics["rollout/groups_failed"] < 8
     assert len([event for event in one.events if event["kind"] == "reward_outage"]) == 2
-
-
-async def test_groups_that_were_being_scored_as_an_outage_began_are_kept(tmp_path: Path) -> None:
-    """Another had a score while these were asked for, which says nothing of the judge now."""
-    one = World(tmp_path, [ScriptedEngine(answer)], 40, Judge(lambda *_: False), prompts_per_step=16)
-    judge = one.score
-    async with one.sampling():
-        await one.train(1)
-        judge.lasts_s = lambda prompt: 1 if prompt == 16 else 60
-        judge.fails = lambda prompt, response: prompt != 16
-        assert await one.sampler.next_batch(2, 90) is None
-        judge.lasts_s, judge.fails = lambda _prompt: 1, lambda prompt, response: False
-        batch = await one.batch(2, wait_s=120)
-    assert batch.metrics["rollout/groups_failed"] < 8
-    assert "reward_outage" in one.event_kinds()
 
 
 def test_an_outage_whose_groups_were_all_dropped_meanwhile_has_nothing_to_score() -> None:

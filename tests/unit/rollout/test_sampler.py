@@ -16,9 +16,10 @@ import pytest
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.requests import request_seed, stop_token_ids
-from bapo_megatron.rollout.sampler.events import FORKED, OUTSTANDING
+from bapo_megatron.rollout.sampler import events
 from bapo_megatron.rollout.sampler.step_batches import read_header
-from bapo_megatron.types import Prompt, StepBatch
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
+from bapo_megatron.types import GenerateRequest, Prompt, StepBatch
 from tests.support.accounts import check_accounts
 from tests.support.sampling import (
     EOS,
@@ -41,44 +42,6 @@ async def first_batch(folder: Path, answer: Answer, **world: Any) -> tuple[StepB
     made = World(folder, [engine], **world)
     async with made.sampling():
         return await made.batch(1), engine
-
-
-async def test_groups_hold_the_engines_tokens_and_log_probs(tmp_path: Path) -> None:
-    engine = ScriptedEngine(mixed)
-    engine.version = 4
-    world = World(tmp_path, [engine])
-    async with world.sampling():
-        batch = await world.batch(1)
-        assert world.sampler.state()["served"] == 1  # its record is committed before its file is served
-    assert prompt_ids(batch) == [0, 1, 2, 3]
-    for group in batch.groups:
-        assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0, 0.0]
-        first = group.rollouts[0]
-        assert first.token_ids_R.tolist() == [ord("y"), EOS]
-        assert first.log_probs_R.tolist() == pytest.approx([-0.01, -0.02])
-        assert first.versions_R.tolist() == [0, 0]
-        assert first.finish_reason == "stop"
-    assert len(engine.asked) == 12
-    assert {request.params.stop_token_ids for request in engine.asked} == {(EOS,)}
-    assert {request.params.max_new_tokens for request in engine.asked} == {6}
-
-
-async def test_steps_take_the_data_in_order(tmp_path: Path) -> None:
-    world = World(tmp_path, [ScriptedEngine(mixed)], prompts=6)
-    async with world.sampling():
-        found = [prompt_ids(await world.train(step)) for step in (1, 2, 3)]
-    assert found == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
-
-
-@pytest.mark.parametrize(("drops", "kept", "dropped"), [(True, [0, 3, 5, 6], 3), (False, [0, 1, 2, 3], 0)])
-async def test_uniform_groups_are_replaced(
-    tmp_path: Path, drops: bool, kept: list[int], dropped: int
-) -> None:
-    batch, engine = await first_batch(tmp_path, uniform_on(1, 2, 4), drop_uniform_groups=drops)
-    assert prompt_ids(batch) == kept
-    assert len(engine.asked) == (4 + dropped) * 3
-    counts = [batch.metrics[f"rollout/groups{name}"] for name in ("", "_sampled", "_dropped")]
-    assert counts == [4, 4 + dropped, dropped]
 
 
 async def test_oversampling_is_bounded_and_fewer_groups_are_legal(tmp_path: Path) -> None:
@@ -193,80 +156,13 @@ async def test_right_responses_are_those_without_penalties(tmp_path: Path) -> No
     assert metrics["rollout/length_positive_mean"] == 2
 
 
-async def test_request_seeds_are_unique_and_reproducible(tmp_path: Path) -> None:
-    async def seeds(folder: Path) -> list[int | None]:
-        engine = ScriptedEngine(mixed)
-        world = World(folder, [engine], prompts=4)
-        async with world.sampling():
-            await world.train(1)
-            await world.train(2)  # the second epoch
-        return [request.params.seed for request in engine.asked]
-
-    first, second = [await seeds(tmp_path / name) for name in "ab"]
-    assert len(set(first)) == 24
-    assert first == second
-    assert request_seed(0, 1, 2, 3) == 6463705122041852897
-    assert all(0 <= request_seed(-5, 0, n, 0) < 2**63 for n in range(100))
-
-
-async def test_partial_rollout_continues_under_newer_weights(tmp_path: Path) -> None:
-    """Two tokens for each response under each version: a response of five takes three steps."""
-
-    def answer(prompt: int, sample: int) -> str:
-        return "y" if sample == 0 else ("long" if prompt % 2 else "n")
-
-    engine = ScriptedEngine(answer)
-    world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
-    async with world.sampling(rounds=False):
-        batches = [await world.train(step) for step in range(1, 7)]
-    odd = [group for batch in batches for group in batch.groups if group.prompt.prompt_id % 2]
-    assert len(odd) >= 4
-    for group in odd:
-        versions = group.rollouts[1].versions_R.tolist()
-        first = versions[0]
-        assert versions == [first, first, first + 1, first + 1, first + 2]
-        assert group.rollouts[1].token_ids_R.tolist() == [*map(ord, "long"), EOS]
-    for step, batch in enumerate(batches, 1):
-        metrics = batch.metrics
-        assert metrics["sampler/tokens_sampled"] == (
-            metrics["sampler/tokens_trained"]
-            + metrics["sampler/tokens_dropped"]
-            + metrics["sampler/tokens_kept"]
-        )
-        oldest = [int(r.versions_R.min()) for group in batch.groups for r in group.rollouts]
-        assert all(step - 1 - version <= 2 for version in oldest)
-
-
-async def test_budgets_count_the_steps_since_a_group_was_opened(tmp_path: Path) -> None:
-    """Groups 0 to 3 wait through step 1, which trains on nothing; 12 to 15 begin in step 2 with one budget.
-
-    New weights come while their first request is at the engine: they get no more tokens of these, either.
-    """
-
-    def answer(prompt: int, sample: int) -> str:
-        if prompt < 4:
-            return "y" if sample else "lon"
-        return "n" if prompt < 12 else ("yonge" if sample else "longe")
-
-    engine = ScriptedEngine(answer)
-    engine.holds = lambda request: request.request_id.startswith("12-")
-    engine.gate.clear()
-    world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100, max_oversampling=1)
-    world.version_of = lambda step: (0, 0, 8)[step]
-    async with world.sampling(rounds=False):
-        assert (await world.train(1)).groups == ()
-        assert prompt_ids(await world.batch(2)) == [0, 1, 2, 3]
-        await until(lambda: any(request.request_id == "12-2-0" for request in engine.asked))
-        await world.weights(2)
-        engine.gate.set()
-        await until(lambda: len(world.sampler._state.open[12].responses[2].so_far.token_ids_R) > 0)
-        await asyncio.sleep(0.05)
-        world.kill()
-    asked = {r.request_id: r.params.max_new_tokens for r in engine.asked}
-    assert asked["0-0-2"] == 2  # the second budget of the first weights
-    assert {asked[f"12-{sample}-0"] for sample in range(3)} == {2}
-    assert "12-2-2" not in asked
-    check_accounts(world.journal, world.journal, world.config.rollout, world.dataset.prompts)
+async def test_request_seeds_are_of_the_place_in_the_data(tmp_path: Path) -> None:
+    world = World(tmp_path, [engine := ScriptedEngine(mixed)], prompts=4)
+    async with world.sampling():
+        await world.train(1)
+        await world.train(2)  # the second epoch
+    assert len({request.params.seed for request in engine.asked}) == 24
+    assert request_seed(0, 1, 2, 3) == 6463705122041852897  # a run that goes on draws as before
 
 
 async def test_rounds_give_the_same_groups_however_long_scoring_takes(tmp_path: Path) -> None:
@@ -280,7 +176,7 @@ async def test_rounds_give_the_same_groups_however_long_scoring_takes(tmp_path: 
             await asyncio.sleep(self._chance.random() / 20)
             return await super().score(prompt, response, tokens)
 
-    for seed in range(4):
+    for seed in range(2):
         world = World(tmp_path / str(seed), [ScriptedEngine(mixed)], 100, Slow(seed), max_staleness=2)
         async with world.sampling():
             batches = [await world.train(step) for step in range(1, 6)]
@@ -322,26 +218,6 @@ async def test_a_resume_samples_no_group_that_it_then_drops(tmp_path: Path) -> N
     check_accounts(tmp_path / "journal", again.journal, again.config.rollout, again.dataset.prompts)
 
 
-async def test_a_round_starts_when_the_trainer_asks(tmp_path: Path) -> None:
-    """Not when the weights are new: a checkpoint comes between them, and its fork samples whole rounds."""
-    engine = ScriptedEngine(uniform_on(*range(0, 100, 3)))
-    world = World(tmp_path / "run", [engine], prompts=100)
-    async with world.sampling(rounds=True) as sampler:
-        await world.train(1)
-        before = len(engine.asked)
-        await asyncio.sleep(0.1)
-        assert len(engine.asked) == before
-        state = sampler.state()
-        assert state[OUTSTANDING] == []
-        await world.batch(2)
-        rest = [int(request.input_ids[0]) for request in engine.asked[before:]]
-    fork = ScriptedEngine(engine.answer)
-    forked = World(tmp_path / "fork", [fork], prompts=100)
-    async with forked.sampling(2, {**state, FORKED: None}, rounds=True):
-        await forked.batch(2)
-    assert [int(request.input_ids[0]) for request in fork.asked] == rest
-
-
 async def test_without_overlap_nothing_is_sampled_during_training(tmp_path: Path) -> None:
     engine = ScriptedEngine(mixed)
     engine.holds = lambda request: request.input_ids[0] >= 4
@@ -359,32 +235,6 @@ async def test_without_overlap_nothing_is_sampled_during_training(tmp_path: Path
     assert batch.groups[0].rollouts[0].versions_R.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("policy", ["drop", "resample", "train"])
-async def test_stale_groups_are_dropped_resampled_or_trained(tmp_path: Path, policy: str) -> None:
-    """The first group hangs after its first tokens until step 3; one step late is allowed."""
-    engine = ScriptedEngine(mixed)
-    engine.holds = lambda request: request.input_ids[0] == 0 and request.prefix_tokens > 0
-    engine.gate.clear()
-    world = World(tmp_path, [engine], max_staleness=1, on_stale=policy, prompts=100, segment_tokens=1)
-    async with world.sampling(rounds=False):
-        assert prompt_ids(await world.train(1)) == [1, 2, 3, 4]
-        assert prompt_ids(await world.train(2)) == [5, 6, 7, 8]  # now it is too old for step 3
-        await asyncio.sleep(0.05)
-        engine.gate.set()
-        await asyncio.sleep(0.1)
-        batches = [await world.train(step) for step in (3, 4, 5)]
-        tokens = world.sampler.state()["tokens"]
-    zero = [group for batch in batches for group in batch.groups if group.prompt.prompt_id == 0]
-    assert sum(batch.metrics["rollout/groups_stale"] or 0 for batch in batches) == 1
-    if policy == "train":
-        assert zero[0].rollouts[0].versions_R.tolist() == [0, 2]
-        assert prompt_ids(batches[0])[0] == 0
-        return
-    assert tokens["dropped_stale"] == 3  # the first token of each response
-    assert len(zero) == (policy == "resample")
-    assert all(version >= 1 for group in zero for r in group.rollouts for version in r.versions_R)
-
-
 async def test_scored_groups_beyond_a_smaller_staleness_are_sampled_anew(tmp_path: Path) -> None:
     """They would wait for ever in the place of others."""
     ahead = World(tmp_path, [ScriptedEngine(mixed)], max_staleness=1)
@@ -400,23 +250,14 @@ async def test_scored_groups_beyond_a_smaller_staleness_are_sampled_anew(tmp_pat
     assert batch.metrics["rollout/groups_stale"] == 4
 
 
-@pytest.mark.parametrize(
-    ("other", "says"),
-    [
-        ({"temperature": 0.5}, "rollout.temperature=1.0, now it is 0.5"),
-        ({"prompts": 5}, "prompts=12, now it is 5"),
-        ({}, "prompts_sha256=.* the same settings, data, tokenizer"),
-    ],
-)
-async def test_a_journal_of_other_settings_is_refused(
-    tmp_path: Path, other: dict[str, Any], says: str
-) -> None:
+async def test_a_journal_of_other_settings_or_prompts_is_refused(tmp_path: Path) -> None:
     await first_batch(tmp_path, mixed)
-    world = World(tmp_path, [ScriptedEngine(mixed)], **other)
-    world.dataset.prompts[3].token_ids_P[:] = 3 if other else 7  # by another chat template
-    with pytest.raises(ConfigError, match=says):
-        async with world.sampling():
-            pass
+    cooler, other = (World(tmp_path, [ScriptedEngine(mixed)], temperature=one) for one in (0.5, 1.0))
+    other.dataset.prompts[3].token_ids_P[:] = 7  # by another chat template
+    for world, says in ((cooler, "rollout.temperature=1.0, now it is 0.5"), (other, "prompts_sha256=")):
+        with pytest.raises(ConfigError, match=f"{says}.* the same settings, data, tokenizer"):
+            async with world.sampling():
+                pass
 
 
 async def test_only_one_process_writes_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,6 +266,56 @@ async def test_only_one_process_writes_the_journal(tmp_path: Path, monkeypatch: 
         with pytest.raises(ConfigError, match="another process writes to the journal"):
             async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():
                 pass
+
+
+async def test_segments_that_come_at_once_are_cut_into_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record counts its bytes in 32 bits: an abort of requests with routes brings more than that."""
+    assert 2 * events.MOST_BYTES < 2**32
+    monkeypatch.setattr(events, "MOST_BYTES", 2 * 3 * 12)  # two segments of three tokens, of 12 bytes each
+    batch, _ = await first_batch(tmp_path, mixed)
+    (log,) = (tmp_path / "journal").glob("segments-*.log")
+    records = [one for one in read_records(log) if isinstance(one, Record) and one.kind == "segments"]
+    assert {len(one.fields["parts"]) for one in records} == {2}
+    assert prompt_ids(batch) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("error", [ValueError("too long for the model"), RuntimeError("the server has died")])
+async def test_a_request_that_engines_refuse_or_die_of_is_dropped_once(
+    tmp_path: Path, error: Exception
+) -> None:
+    """All requests of its group are; the next prompt takes its place."""
+
+    def trouble(request: GenerateRequest) -> None:
+        if request.input_ids[0] == 1:
+            raise error
+
+    engine = ScriptedEngine(mixed)
+    engine.trouble = trouble
+    world = World(tmp_path, [engine])
+    async with world.sampling() as sampler:
+        assert prompt_ids(await world.batch(1, wait_s=60)) == [0, 2, 3, 4]
+        assert not sampler._dispatcher._losses  # of the others that were in flight: a month has many
+    [event] = [event for event in world.events if event["kind"] == "request_refused"]
+    refused = isinstance(error, ValueError)
+    assert ("too long" if refused else "20 engines were lost with request") in event["detail"]
+    found = check_accounts(world.journal, world.journal, world.config.rollout, world.dataset.prompts)
+    assert [group.end for group in found.groups[:5]] == ["trained", "refused", *["trained"] * 3]
+
+
+async def test_a_scorer_that_cannot_start_a_worker_fails_its_scores(tmp_path: Path) -> None:
+    class Broken(StartsWithY):
+        async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
+            if prompt.prompt_id == 1:
+                raise OSError(24, "too many open files")
+            return await super().score(prompt, response, tokens)
+
+    world = World(tmp_path, [ScriptedEngine(mixed)], scorer=Broken())
+    async with world.sampling():
+        assert prompt_ids(await world.batch(1)) == [0, 2, 3, 4]
+    [event] = [event for event in world.events if event["kind"] == "reward_failed"]
+    assert (event["failure"], event["detail"]) == ("died", "[Errno 24] too many open files")
 
 
 def test_stop_tokens_come_from_all_files(tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections import Counter
-from collections.abc import Sequence
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -15,18 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.errors import RunStopped
 from bapo_megatron.rollout.sampler import write_ahead_log
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.process import Service
 from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
-from bapo_megatron.types import GenerateRequest, Generation
 from tests.support import accounts
 from tests.support.audit import Audit
 from tests.support.mortal import WAYS, MortalRun
-from tests.support.raw_journal import keep_logs
 from tests.support.sampling import ScriptedEngine, World, mixed, until
 from tests.support.tiers import slow_but
 from tests.support.virtual_time import run_virtually
@@ -44,12 +39,6 @@ def answer(prompt: int, sample: int) -> str:
 def state_of(world: World) -> SamplerState:
     """The sampler's state that the journal replays."""
     return accounts.state_of(world.journal, world.dataset.prompts, world.config.rollout.group_size)
-
-
-def check_accounts(world: World, logs: Path | None = None) -> Counter[str]:
-    """Check that no token is lost or trained twice. ``logs``: a folder with the deleted logs, if any."""
-    config, prompts = world.config.rollout, world.dataset.prompts
-    return accounts.check_accounts(logs or world.journal, world.journal, config, prompts).totals()
 
 
 def flip(path: Path, at: int) -> None:
@@ -123,14 +112,7 @@ async def test_the_tokens_of_a_damaged_step_are_not_counted_as_trained(tmp_path:
 async def test_a_start_opens_no_step_file_whose_record_is_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run keeps a thousand; damage of a record, and a kill before it, are found all the same."""
-    opened: list[int] = []
-
-    def watched(directory: Path, step: int) -> list[int]:
-        opened.append(step)
-        return step_groups(directory, step)
-
-    monkeypatch.setattr("bapo_megatron.rollout.sampler.step_batches.step_groups", watched)
+    """A run keeps a thousand, most of which are older than the first log."""
     world = World(tmp_path, [ScriptedEngine(answer)], prompts=80, **SETTINGS)
     async with world.sampling():
         for step in range(1, 7):
@@ -138,95 +120,36 @@ async def test_a_start_opens_no_step_file_whose_record_is_in_the_log(
             if step == 3:
                 await world.sampler.checkpointed(3)
         world.kill()
+    monkeypatch.setattr("bapo_megatron.rollout.sampler.step_batches.step_groups", None)
     async with world.sampling(first_step=7):
         pass
-    assert opened == []
-    path, at = batch_record(world, 5)
-    flip(path, at + 25)
-    async with world.sampling(first_step=7):
-        await world.train(7)
-    assert opened == [5]
 
 
-async def test_old_logs_are_deleted_when_not_needed(tmp_path: Path) -> None:
-    world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, max_staleness=1, **SETTINGS)
-    async with world.sampling(rounds=False):
-        for step in range(1, 13):
-            await world.train(step)
-            keep_logs(world.journal, tmp_path / "kept")
-            await world.sampler.checkpointed(step)
-            assert len(list(world.journal.glob("segments-*.log"))) <= 4
-    keep_logs(world.journal, tmp_path / "kept")
-    check_accounts(world, tmp_path / "kept")
-    assert len(steps_in(world.journal)) == 12
-
-
-async def test_old_held_out_results_go_with_the_rollouts_of_their_steps(tmp_path: Path) -> None:
-    """But for those of the last step that is deleted: the trainer may still read them."""
+async def test_old_step_files_and_held_out_results_are_deleted_unless_they_are_needed(tmp_path: Path) -> None:
+    """A resume needs the steps since the checkpoint. The trainer may still read the last results."""
     world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, keep_steps=3, **SETTINGS)
-    (folder := tmp_path / "evaluation").mkdir()
-    for step in range(7):
-        (folder / f"step_{step:06d}.jsonl").touch()
+    (results := tmp_path / "evaluation").mkdir()
     async with world.sampling():
         held_out = HeldOut(world.config, (), world.dataset, world.pool, world.score)
         service = Service(world.sampler, world.pool, held_out, [], "disk")
-        for step in range(1, 8):
-            await world.train(step)
-        assert await service.answer("checkpointed", (2,)) == ("ok", None, [])
-        assert next(path.name for path in sorted(folder.iterdir())) == "step_000002.jsonl"
-        await service.answer("checkpointed", (7,))
-        names = [path.name for path in sorted(folder.iterdir())]
-        assert names == [f"step_{step:06d}.jsonl" for step in (4, 5, 6)]
-        assert steps_in(world.journal)[0] == 5
-
-
-async def test_old_step_files_are_deleted_unless_a_resume_needs_them(tmp_path: Path) -> None:
-    world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, keep_steps=3, **SETTINGS)
-    async with world.sampling():
         for step in range(1, 9):
             await world.train(step)
+            (results / f"step_{step:06d}.jsonl").touch()
             if step == 2:
                 (world.journal / "step_000001.npz").rename(world.journal / "step_000001.lost")
             if step == 6:
-                await world.sampler.checkpointed(2)
+                assert await service.answer("checkpointed", (2,)) == ("ok", None, [])
                 assert steps_in(world.journal) == [3, 4, 5, 6]
                 assert not list(world.journal.glob("*.lost"))
-        await world.sampler.checkpointed(8)
-        assert steps_in(world.journal) == [6, 7, 8]
-    engine = world.engines[0]
-    engine.asked.clear()
+        await service.answer("checkpointed", (8,))
+    assert steps_in(world.journal) == [6, 7, 8]
+    assert sorted(path.name for path in results.iterdir()) == [f"step_{n:06d}.jsonl" for n in (5, 6, 7, 8)]
+    world.engines[0].asked.clear()
     async with world.sampling(first_step=7):
         for step in (7, 8):
             await world.train(step)
-    assert engine.asked == []  # they were given what they had
+    assert world.engines[0].asked == []  # they were given what they had
     assert "step_lost" not in world.event_kinds()
-
-
-async def test_a_full_disk_is_reported_and_the_journal_stays_whole(tmp_path: Path) -> None:
-    world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, **SETTINGS)
-    async with world.sampling():
-        await world.train(1)
-        log = world.sampler._journal._log
-        assert log is not None
-
-        full = log._file.fileno()
-        writev = os.writev
-
-        def few_bytes(descriptor: int, parts: list[memoryview]) -> int:
-            if descriptor != full:
-                return writev(descriptor, parts)
-            if len(content := b"".join(parts)) > 10:
-                return os.write(descriptor, content[:10])
-            raise OSError(28, "No space left on device")
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "writev", few_bytes)
-            with pytest.raises(RunStopped, match=r"journal/segments-.*: No space left"):
-                await world.batch(2)
-    async with world.sampling(first_step=2):
-        assert len((await world.batch(2)).groups) == 3
-    assert "journal_damaged" not in world.event_kinds()
-    check_accounts(world)
 
 
 async def test_a_disk_that_hangs_does_not_stop_the_event_loop(
@@ -334,37 +257,6 @@ def note_what_was_hard(found: Audit, run: MortalRun, seen: Counter[str]) -> None
     seen["two versions"] += sum(len(set(response.versions)) > 1 for response in responses)
     seen["older weights again"] += sum(one.versions != sorted(one.versions) for one in responses)
     seen["logs deleted"] += len([*run.kept.iterdir()]) > len([*run.world.journal.glob("*.log")])
-
-
-async def test_nothing_is_requested_for_a_group_that_is_being_dropped(tmp_path: Path) -> None:
-    """Weights come while the journal is written: nothing may be sent for a group that is to be dropped."""
-    chance = np.random.default_rng(0)
-    engine = ScriptedEngine(lambda p, s: ("y" if s == 0 else "n") + "a" * (13 if p % 4 == 0 else 2))
-    answer = engine.generate
-
-    async def slowly(request: GenerateRequest) -> Generation:
-        await asyncio.sleep(chance.random() * 0.03)
-        return await answer(request)
-
-    engine.generate = slowly  # type: ignore[method-assign]
-    settings = {"segment_tokens": 1, "max_response_tokens": 16, "on_stale": "drop"}
-    world = World(tmp_path, [engine], max_staleness=1, prompts=1000, **settings)
-    async with world.sampling(rounds=False, most=1000) as sampler:
-        commit = sampler._journal.commit
-
-        def slow_commit(records: Sequence[Record]) -> None:
-            time.sleep(0.004)
-            commit(records)
-
-        sampler._journal.commit = slow_commit  # type: ignore[method-assign]
-        for step in range(1, 21):
-            await world.batch(step)
-            await asyncio.sleep(0.02)
-            await world.weights(step)
-        assert world.sampler.state()["tokens"]["dropped_stale"] > 0
-        async with asyncio.timeout(30):  # nothing is left behind that nobody samples
-            while sampler._state.open:
-                await asyncio.sleep(0.05)
 
 
 async def test_an_always_stale_prompt_is_dropped_after_retries(tmp_path: Path) -> None:

@@ -77,19 +77,6 @@ async def test_a_kill_before_the_resampling_loses_no_prompt(tmp_path: Path) -> N
     assert "fork_position" not in again.event_kinds()  # it continues with its own journal
 
 
-@pytest.mark.parametrize("why", ["another file", "another size"])
-async def test_a_fork_with_other_prompts_starts_the_dataset_anew(why: str, tmp_path: Path) -> None:
-    state = await parent_of(tmp_path / "a")
-    state[FORKED] = "data.path is b, and was a" if why == "another file" else None
-    prompts = 12 if why == "another file" else 10
-    world = World(tmp_path / "b", [ScriptedEngine(mixed)], prompts=prompts, max_staleness=1)
-    async with world.sampling(first_step=2, state=state, rounds=False):
-        assert sorted(prompt_ids(await world.train(2))) == [0, 1, 2, 3]
-    [event] = [one for one in world.events if one["kind"] == "fork_position"]
-    told = "data.path is b, and was a" if why == "another file" else "prompts is 10, and was 12"
-    assert event["detail"] == f"the dataset begins at its start: {told}"
-
-
 def test_the_records_by_hand() -> None:
     """Of 100 sampled tokens 70 were trained on and 10 dropped: the other 20 are lost, and counted so."""
     cooler = {**OURS, "rollout.temperature": 0.5}
@@ -106,9 +93,13 @@ def test_the_records_by_hand() -> None:
     assert found.message.startswith(
         "the dataset continues after 9 prompts; the prompts of 2 unfinished groups"
     )
-    begun = journal_start({**STATE, FORKED: None}, {**OURS, "seed": 2}, 2)
-    assert (begun.state.fields["taken"], begun.opened) == (0, [])
-    assert begun.message == "the dataset begins at its start: seed is 2, and was 1"
+    for why, ours, told in (
+        (None, {**OURS, "seed": 2, "prompts": 9}, "prompts is 9, and was 12, seed is 2, and was 1"),
+        ("data.path is b, and was a", OURS, "data.path is b, and was a"),
+    ):
+        begun = journal_start({**STATE, FORKED: why}, ours, 2)
+        assert (begun.state.fields["taken"], begun.state.fields["judged"], begun.opened) == (0, [], [])
+        assert begun.message == f"the dataset begins at its start: {told}"
     within = {**OURS, "environment.function": "a:B", "rollout.group_size": "2 episodes of an environment"}
     assert journal_start({**STATE, FORKED: None}, within, 2).state.fields["taken"] == 9
     repeated = journal_start({**STATE, FORKED: None}, OURS, 1)  # of a run that was killed and repeated step 2

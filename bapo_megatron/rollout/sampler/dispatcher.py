@@ -23,10 +23,9 @@ from bapo_megatron.rollout.sampler.events import Segment
 from bapo_megatron.rollout.sampler.response import (
     TURN,
     Sampling,
-    Tokens,
     finish_reason_of,
     given_up,
-    needs,
+    most_tokens,
     next_request,
     without_routes,
 )
@@ -231,18 +230,19 @@ class Dispatcher:
         while self._ready and self._ready[0][0] <= newest:
             key = self._ready[0]
             group = self._state.open.get(key[0])
-            need = None if group is None or key in self._running else self._need(group, key[1])
-            if group is None or need is None:
+            if group is None or key in self._running or not group.responses[key[1]].is_sampling:
                 heapq.heappop(self._ready)
                 continue
-            if not need.most:
+            budget = self._admission.budget(group, key[1])
+            most = most_tokens(group.responses[key[1]], self._sampling(group), budget)
+            if not most:
                 self._parked.append(heapq.heappop(self._ready))
                 continue
             slot = self._pool.reserve(cached=self._cached.get(key))
             if slot is None:
                 return False
             heapq.heappop(self._ready)
-            self._running[key] = task = asyncio.create_task(self._sample(slot, group, key, need))
+            self._running[key] = task = asyncio.create_task(self._sample(slot, group, key, most))
             # A callback because a task cancelled before it starts runs no `finally`.
             task.add_done_callback(partial(self._release, slot))
             return True
@@ -262,8 +262,8 @@ class Dispatcher:
         for task in self._running.values():
             task.cancel()
 
-    async def _sample(self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, need: Tokens) -> None:
-        request = self._request(group, key[1], need)
+    async def _sample(self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, most: int) -> None:
+        request = self._request(group, key[1], most)
         try:
             answer = await self._pool.generate(slot, request, self._is_known, "the run's weights")
             if useless := without_routes(answer, request, slot.engine.name):
@@ -294,16 +294,11 @@ class Dispatcher:
         if finish_reason in (None, TURN) and (cached := self._pool.cached_at(slot)):
             self._cached[key] = cached
 
-    def _need(self, group: OpenGroup, sample: int) -> Tokens | None:
-        budget = self._admission.budget(group, sample)
-        need = needs(group.responses[sample], self._sampling(group), budget)
-        return need if isinstance(need, Tokens) else None
-
-    def _request(self, group: OpenGroup, sample: int, need: Tokens) -> GenerateRequest:
+    def _request(self, group: OpenGroup, sample: int, most: int) -> GenerateRequest:
         prompt, name = self._dataset.prompts[group.index], f"{group.number}-{sample}"
         sampling = self._sampling(group)
         seed = request_seed(sampling.seed, group.epoch, group.index, sample)
-        return next_request(group.responses[sample], need, sampling, prompt, name, seed)
+        return next_request(group.responses[sample], most, sampling, prompt, name, seed)
 
     def _sampling(self, group: OpenGroup) -> Sampling:
         return self._samplings[self._dataset.prompts[group.index].source]

@@ -1,7 +1,7 @@
 """Group sampler: turns prompts into durable step files; connects state, journal, loop and dispatcher.
 
 ``GroupSampler.next_batch(step)`` returns the path of the step's file, or None if it is not ready. Everything
-sampled is in the journal, which survives the process. ``BatchBuilder`` selects groups and writes the file.
+sampled is in the journal, which survives the process.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class GroupSampler:
         batch always gets the same batches. ``is_held``: whether requests must wait because such an engine
         serves an evaluation. ``environments``: by prompt source, of sources with one. ``teacher``:
         scores groups for distillation."""
-        self._rollout, self._report, self._pool = config.rollout, report, pool
+        self._config, self._report, self._pool, self._rounds = config, report, pool, rounds
         self._folder = config.paths.journal
         self._journal = SegmentJournal(self._folder, OldFiles(report))
         self._files = StepFiles(self._folder, report)
@@ -73,7 +73,6 @@ class GroupSampler:
         self._state = state = SamplerState(prompts, rollout.group_size, self._identity)
         self._admission = admission = AdmissionController(rollout, state)
         self._dispatcher = dispatcher = Dispatcher(config, dataset, state, admission, pool, environments)
-        self._batches = BatchBuilder(config, state, admission, pool, self._folder, rounds)
         self._loop = SamplerLoop(
             rollout,
             data_order(len(prompts), dataset.sources, config.seed, config.data.shuffle),
@@ -132,15 +131,16 @@ class GroupSampler:
             return None
         # Chosen again inside the block because a commit may have dropped groups.
         async with self._loop.between_commits():
-            self._loop.post(await self._batches.write(step, self._choose(step) or []))
+            self._loop.post(await self._write(step, self._choose(step) or []))
         self._admission.trainer_has(step)
-        if self._rollout.max_staleness and not self._rollout.overlap:
+        rollout = self._config.rollout
+        if rollout.max_staleness and not rollout.overlap:
             # Without overlap, unfinished responses continue only under the new weights.
             await self._pool.abort()
         return path
 
     def check_engines(self) -> None:
-        self._pool.check(self._rollout.engine_config.lost_minutes)
+        self._pool.check(self._config.rollout.engine_config.lost_minutes)
 
     async def load_weights(self, folder: Path, version: int, step: int) -> None:
         """Load the weights in ``folder``, produced by ``step``, into every working engine."""
@@ -165,7 +165,7 @@ class GroupSampler:
     async def checkpointed(self, oldest: int) -> int:
         """Start a new log; delete logs and step files that no resume from ``oldest`` needs, except the last
         ``rollout.keep_steps`` step files. Returns the last step deleted, below 1 for none."""
-        keep = self._rollout.keep_steps
+        keep = self._config.rollout.keep_steps
         last = 0 if keep is None else min(oldest, self._state.served - keep)
         await asyncio.to_thread(self._files.delete, last)
         async with self._loop.between_commits():
@@ -181,38 +181,16 @@ class GroupSampler:
         self._journal.close()
 
     def _choose(self, step: int) -> list[FinishedGroup] | None:
-        return self._batches.choose(step, self._loop.is_exhausted)
-
-
-class BatchBuilder:
-    """Builder of a step's batch: ``choose`` returns the finished groups that were opened first, except
-    those to drop as stale; None while there are too few. ``write`` writes the step's file and returns an
-    event, which the caller must post. Call both between two commits of ``SamplerLoop``."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        sampler_state: SamplerState,
-        admission: AdmissionController,
-        pool: EnginePool,
-        folder: Path,
-        rounds: bool,
-    ) -> None:
-        """``rounds``: see ``GroupSampler``."""
-        self._config, self._state, self._admission, self._pool = config, sampler_state, admission, pool
-        self._folder, self._rounds = folder, rounds
-
-    def choose(self, step: int, is_last: bool) -> list[FinishedGroup] | None:
-        """Return the groups of ``step``, without stale ones to be dropped; None if there are too few and more
-        may come. ``is_last``: no more can come, so the step takes the available groups, even none."""
-        count = self._config.rollout.prompts_per_step
+        """Return the groups of ``step``: the finished ones that were opened first, except those to drop as
+        stale; None while there are too few. If no more can come, the step takes what there is, even none."""
+        count, is_last = self._config.rollout.prompts_per_step, self._loop.is_exhausted
         if not is_last and (self._rounds or len(self._state.finished) < count):
             return None
         groups = (group for _, group in sorted(self._state.finished.items()))
         fresh = [group for group in groups if not self._admission.must_drop(group, step)]
         return fresh[:count] if is_last or len(fresh) >= count else None
 
-    async def write(self, step: int, groups: Sequence[FinishedGroup]) -> Record:
+    async def _write(self, step: int, groups: Sequence[FinishedGroup]) -> Record:
         """Write the step's file and return the event that records it. After a kill before the event's commit,
         the next start rebuilds the event from the file (``StepFiles.missing_records``)."""
         numbers = [group.number for group in groups]

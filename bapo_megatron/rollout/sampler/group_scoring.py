@@ -1,7 +1,7 @@
 """Background scoring of complete groups, part of ``SamplerLoop``; drops groups useless for training.
 
 ``GroupScoring.begin(group)`` starts a task when the last response is complete: it computes the rewards
-(``scoring.GroupScorer``), in distillation also the teacher's log-probs, and posts them as an event. A group
+(``scoring.group_scores``), in distillation also the teacher's log-probs, and posts them as an event. A group
 whose scores all failed waits and is rescored (``FailedScores``).
 """
 
@@ -15,14 +15,14 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.events import group_scored
-from bapo_megatron.rollout.sampler.scoring import RETRY_S, FailedScores, GroupScorer, Scorer
+from bapo_megatron.rollout.sampler.scoring import RETRY_S, FailedScores, Scorer, group_scores
 from bapo_megatron.rollout.sampler.state import FinishedGroup, OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.teacher import Teacher, group_log_probs
 from bapo_megatron.rollout.sampler.write_ahead_log import Record
 
 
 class GroupScoring:
-    """Background scoring of groups (by ``GroupScorer``): ``begin`` starts a complete group's task. It posts
+    """Background scoring of groups: ``begin`` starts a complete group's task. It posts
     the rewards as an event, and drops the group if it has too few scores or, with
     ``rollout.drop_uniform_groups``, equal rewards (and equal named rewards, if the advantage may read them).
     Groups whose scores all failed wait and are rescored (``FailedScores``)."""
@@ -34,9 +34,9 @@ class GroupScoring:
         self._drops_uniform = rollout.drop_uniform_groups
         self._reads_named = ":" in config.algorithm.advantage or config.algorithm.advantage == "gdpo"
         """Whether the advantage may use named rewards."""
-        self._scorer = GroupScorer(dataset, scorer, reward)
+        self._dataset, self._scorer, self._reward = dataset, scorer, reward
         self._failed = FailedScores(rollout.prompts_per_step, reward.outage_minutes, report)
-        self._prompts, self._teacher = dataset.prompts, teacher
+        self._teacher = teacher
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._retrying: asyncio.Task[None] | None = None  # rescores waiting groups; None while none waits
 
@@ -79,13 +79,14 @@ class GroupScoring:
     async def _score(self, group: OpenGroup, is_last_try: bool) -> None:
         """Score a group; if the results count, post its rewards and drop it if it is useless for training."""
         scores_before = self._failed.scores
-        results = await self._scorer.score(group)
-        rewards = self._scorer.rewards(results)
+        results = await group_scores(self._dataset, self._scorer, group, self._reward.failed)
+        leaves_out = self._reward.on_failure == "leave_out"
+        rewards = [None if result.failure and leaves_out else result.reward for result in results]
         named = [result.named for result in results]
         why = self._why_useless(rewards, named)
         taught = None
         if self._teacher and not why:
-            prompt = self._prompts[group.index].token_ids_P
+            prompt = self._dataset.prompts[group.index].token_ids_P
             taught = await group_log_probs(self._teacher, prompt, group)
         del self._tasks[group.number]
         # Scoring works if another score succeeded in the meantime.

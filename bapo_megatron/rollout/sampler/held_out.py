@@ -31,12 +31,11 @@ from bapo_megatron.rollout.engines.requests import Dataset, request_seed, respon
 from bapo_megatron.rollout.sampler.response import (
     Response,
     Sampling,
-    Step,
     continued,
     finish_reason_of,
     given,
     given_up,
-    needs,
+    most_tokens,
     next_request,
     restarted,
 )
@@ -236,15 +235,16 @@ async def whole_response(
     cached: CachedPrefix | None = None
     seed = request_seed(sampling.seed, *seed_place)
     try:
-        while need := needs(response, sampling):
-            if isinstance(need, Step):
+        while not response.is_complete:
+            if response.episode.is_waiting:
                 assert turns is not None
                 reply = await turns.answer(prompt, response, _episode(name, response))
                 response = restarted(response) if isinstance(reply, str) else given(response, reply)
                 continue
             while (slot := pool.reserve(over_capacity=True, cached=cached)) is None:
                 await asyncio.sleep(_POLL_S)
-            request = next_request(response, need, sampling, prompt, name, seed)
+            most = most_tokens(response, sampling)
+            request = next_request(response, most, sampling, prompt, name, seed)
             try:
                 answer = await pool.generate(
                     slot, request, lambda actual: actual == version, f"the evaluation's weights {version}"

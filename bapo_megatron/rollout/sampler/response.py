@@ -1,15 +1,15 @@
 """State machine of one response: what it needs next, the request for it, and the state after the answer.
 
-    state       needs        event                               next state
-    sampling    Tokens(n)    a segment without a reason          sampling
-    sampling    Tokens(n)    a segment with a finish reason      complete
-    sampling    Tokens(n)    a segment with the reason `turn`    waiting
-    waiting     STEP         an answer with tokens               sampling
-    waiting     STEP         an answer with a finish reason      complete
-    waiting     STEP         ``restarted``                       sampling, without tokens
+    state       needs               event                               next state
+    sampling    an engine           a segment without a reason          sampling
+    sampling    an engine           a segment with a finish reason      complete
+    sampling    an engine           a segment with the reason `turn`    waiting
+    waiting     its environment     an answer with tokens               sampling
+    waiting     its environment     an answer with a finish reason      complete
+    waiting     its environment     ``restarted``                       sampling, without tokens
     complete    nothing
 
-``needs`` returns what a response needs, and ``continued``, ``given`` and ``restarted`` its next state.
+``continued``, ``given`` and ``restarted`` return its next state, ``next_request`` the request to an engine.
 Only responses in an environment wait; without one, a response is an *episode* of a single turn. An episode's
 turns may form a tree (``branches.py``); sampling continues its last branch. Pure functions on frozen data: no
 engine, file or clock. Training responses go through the write-ahead log before each next state, evaluations
@@ -21,7 +21,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
@@ -226,43 +225,23 @@ class Response:
         return rollouts
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Need of a response, from ``needs``: up to ``most`` more tokens from an engine."""
-
-    most: int
-    """Maximum tokens of the next request; 0: wait for new weights, which bring a new budget."""
-
-
-class Step(Enum):
-    """Need of a response, from ``needs``: the environment's answer to the model's turn (``STEP``)."""
-
-    STEP = "step"
-
-
-STEP = Step.STEP
-
-
-def needs(response: Response, sampling: Sampling, budget: int | None = None) -> Tokens | Step | None:
-    """Return what the response needs next; None if it is complete. ``budget``: tokens that it may still get
-    from the current weights (``rollout.budget_tokens``)."""
-    if response.is_complete:
-        return None
-    if response.episode.is_waiting:
-        return STEP
+def most_tokens(response: Response, sampling: Sampling, budget: int | None = None) -> int:
+    """Return the maximum tokens of a sampling response's next request; 0: it waits for new weights.
+    ``budget``: tokens that it may still get from the current weights (``rollout.budget_tokens``)."""
     limits = (sampling.max_response_tokens - response.branch.tokens, sampling.segment_tokens, budget)
-    return Tokens(max(0, min(limit for limit in limits if limit is not None)))
+    return max(0, min(limit for limit in limits if limit is not None))
 
 
 def next_request(
-    response: Response, need: Tokens, sampling: Sampling, prompt: Prompt, name: str, seed: int
+    response: Response, most: int, sampling: Sampling, prompt: Prompt, name: str, seed: int
 ) -> GenerateRequest:
-    """Return the request for the next segment: the prompt and the response so far. ``name``: unique response
-    name; the request id appends the segment's position. ``seed``: the same for all segments."""
+    """Return the request for the next segment: the prompt and the response so far. ``most``: maximum tokens.
+    ``name``: unique response name; the request id appends the segment's position. ``seed``: the same for all
+    segments."""
     return GenerateRequest(
         request_id=f"{name}-{response.tokens}",
         input_ids=branch_ids(response, response.branch, prompt),
-        params=SamplingParams(sampling.temperature, need.most, sampling.stop_token_ids, _own(seed, response)),
+        params=SamplingParams(sampling.temperature, most, sampling.stop_token_ids, _own(seed, response)),
         prefix_tokens=response.branch.tokens,
         routes=sampling.routes,
     )

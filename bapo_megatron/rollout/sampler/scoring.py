@@ -1,6 +1,6 @@
 """Scoring of complete groups: decodes their responses, computes the rewards and detects scoring outages.
 
-``GroupScorer.score(group)`` returns a ``RewardResult`` per response, and ``response_score`` that of one;
+``group_scores`` returns a ``RewardResult`` per response of a group, and ``response_score`` that of one;
 ``FailedScores`` decides whether a group's results count; one whose scores all failed waits and is scored
 again, and a long outage raises RunStopped.
 """
@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from bapo_megatron.algo.advantages import LARGEST_REWARD
-from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 from bapo_megatron.reward.pool import FailureReports, RewardResult
@@ -51,30 +50,19 @@ class RobustScorer:
         return result
 
 
-class GroupScorer:
-    """Scorer of one complete group: ``score`` decodes its responses and scores them concurrently, and
-    ``rewards`` turns the results into rewards. ``GroupScoring`` calls both. Stateless."""
+async def group_scores(
+    dataset: Dataset, scorer: Scorer, group: OpenGroup, failed: float
+) -> list[RewardResult]:
+    """Return the results of a complete group, in response order. ``failed``: as in ``response_score``."""
 
-    def __init__(self, dataset: Dataset, scorer: Scorer, reward: RewardConfig) -> None:
-        self._dataset, self._scorer, self._reward = dataset, scorer, reward
+    def judged() -> list[tuple[Prompt, Response, str]]:
+        prompt, responses = dataset.prompts[group.index], group.responses
+        texts = dataset.texts([response.last_turn_R for response in responses])
+        prompts = [judged_prompt(dataset.tokenizer, prompt, response) for response in responses]
+        return list(zip(prompts, responses, texts, strict=True))
 
-    def rewards(self, results: Sequence[RewardResult]) -> list[float | None]:
-        """Return the rewards of a group; None for a failed score if ``reward.on_failure`` leaves it out."""
-        leaves_out = self._reward.on_failure == "leave_out"
-        return [None if result.failure and leaves_out else result.reward for result in results]
-
-    async def score(self, group: OpenGroup) -> list[RewardResult]:
-        """Return the results of a complete group, in response order."""
-        prompt = self._dataset.prompts[group.index]
-        judged = await asyncio.to_thread(self._judged, prompt, group)  # slow for long responses
-        return await asyncio.gather(
-            *(response_score(self._scorer, *arguments, self._reward.failed) for arguments in judged)
-        )
-
-    def _judged(self, prompt: Prompt, group: OpenGroup) -> list[tuple[Prompt, Response, str]]:
-        texts = self._dataset.texts([response.last_turn_R for response in group.responses])
-        prompts = [judged_prompt(self._dataset.tokenizer, prompt, text) for text in group.responses]
-        return list(zip(prompts, group.responses, texts, strict=True))
+    each = await asyncio.to_thread(judged)  # slow for long responses
+    return await asyncio.gather(*(response_score(scorer, *arguments, failed) for arguments in each))
 
 
 def judged_prompt(tokenizer: Any, prompt: Prompt, response: Response) -> Prompt:

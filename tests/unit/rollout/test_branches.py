@@ -14,14 +14,13 @@ from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import samples_of
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.sampler import turns
-from bapo_megatron.rollout.sampler.branches import NOTHING, PROMPT, Branch, Tree
+from bapo_megatron.rollout.sampler.branches import NOTHING, PROMPT
 from bapo_megatron.rollout.sampler.response import (
     Response,
     Sampling,
-    Tokens,
     branch_ids,
     given,
-    needs,
+    most_tokens,
     next_request,
 )
 from bapo_megatron.rollout.sampler.scoring import response_score
@@ -46,25 +45,13 @@ def by_hand() -> Response:
     return turn(asked(again, 61, after=0), 4, STOP)
 
 
-def test_a_tree_by_hand() -> None:
-    response = by_hand()
-    assert response.tree == Tree((2, 4, 6, 7, 9, 10, 12), ((1, NOTHING), (3, 0), (5, 0)))
-    assert response.tree.way(6) == (PROMPT, [0, 5, 6])
-    assert response.tree.branches == [
-        Branch(False, ((2, 6),)),
-        Branch(True, ((0, 2), (6, 9))),
-        Branch(True, ((0, 2), (9, 12))),
-    ]
-    assert response.branch.tokens == 5
-    assert needs(asked(response, 70), SAMPLING) == Tokens(6), "the limit is that of a branch"
-
-
 def test_a_request_continues_its_branch() -> None:
     response = by_hand()
-    request = next_request(asked(response, 70), Tokens(4), SAMPLING, PROMPT_ROW, "3-1", 5)
+    assert most_tokens(asked(response, 70), SAMPLING) == 6, "the limit is that of a branch"
+    request = next_request(asked(response, 70), 4, SAMPLING, PROMPT_ROW, "3-1", 5)
     assert request.input_ids.tolist() == [100, 101, 1, STOP, 61, 4, STOP, 70]
     assert (request.request_id, request.prefix_tokens) == ("3-1-13", 6)
-    own = next_request(asked(response, 70, after=NOTHING), Tokens(4), SAMPLING, PROMPT_ROW, "3-1", 5)
+    own = next_request(asked(response, 70, after=NOTHING), 4, SAMPLING, PROMPT_ROW, "3-1", 5)
     assert own.input_ids.tolist() == [70]
     assert own.params.seed != request.params.seed
 
@@ -74,14 +61,14 @@ def test_draws_depend_on_the_conversation_and_not_on_the_order() -> None:
         response, found = turn(Response(), 1, STOP), {}
         for one in order:
             response = asked(response, one, after=NOTHING)
-            request = next_request(response, Tokens(4), SAMPLING, PROMPT_ROW, "r", 5)
+            request = next_request(response, 4, SAMPLING, PROMPT_ROW, "r", 5)
             found[one] = request.params.seed
             response = turn(response, STOP)
         return found
 
     assert seeds(50, 51) == seeds(51, 50)
     repeated = asked(turn(asked(turn(Response(), STOP), 50, after=NOTHING), STOP), 50, after=NOTHING)
-    request = next_request(repeated, Tokens(4), SAMPLING, PROMPT_ROW, "r", 5)
+    request = next_request(repeated, 4, SAMPLING, PROMPT_ROW, "r", 5)
     assert request.params.seed != seeds(50)[50], "a question that is repeated has a second answer"
 
 

@@ -11,15 +11,13 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.response import (
-    STEP,
     Answer,
     Response,
     Sampling,
-    Tokens,
     continued,
     finish_reason_of,
     given,
-    needs,
+    most_tokens,
 )
 from bapo_megatron.rollout.sampler.scoring import judged_prompt
 from bapo_megatron.types import RESPONSE_COLUMNS, Prompt, ResponseTokens
@@ -30,32 +28,13 @@ STOP = 9
 SAMPLING = Sampling(0.5, 10, 7, (STOP, 11), segment_tokens=4)
 
 
-def response(*segments: ResponseTokens, complete: bool = False) -> Response:
-    made = Response()
-    for each in segments:
-        made = continued(made, each, None)
-    return dataclasses.replace(made, finish_reason="stop" if complete else None)
-
-
-EIGHT = (segment(1, 2, 3, 4), segment(5, 6, 7, 8))
-
-
-@pytest.mark.parametrize(
-    ("made", "budget", "needed"),
-    [
-        (Response(), None, Tokens(4)),
-        (response(*EIGHT), None, Tokens(2)),
-        (Response(), 3, Tokens(3)),
-        (Response(), 5, Tokens(4)),
-        (Response(), 0, Tokens(0)),  # it waits for new weights
-        (Response(), -2, Tokens(0)),
-        (response(segment(1, STOP), complete=True), None, None),
-        (response(segment(1, STOP), complete=True), 0, None),
-    ],
-)
-def test_what_a_response_needs(made: Response, budget: int | None, needed: Tokens | None) -> None:
-    assert needs(made, SAMPLING, budget=budget) == needed
-    assert needs(Response(), dataclasses.replace(SAMPLING, segment_tokens=None)) == Tokens(10)
+def test_the_most_tokens_of_a_request() -> None:
+    """Those of a segment, of the response's rest, and of the budget; without any it waits for new weights."""
+    eight = continued(continued(Response(), segment(1, 2, 3, 4), None), segment(5, 6, 7, 8), None)
+    budgets = (None, 3, 5, 0, -2)
+    assert [most_tokens(Response(), SAMPLING, budget) for budget in budgets] == [4, 3, 4, 0, 0]
+    assert most_tokens(eight, SAMPLING) == 2
+    assert most_tokens(Response(), dataclasses.replace(SAMPLING, segment_tokens=None)) == 10
 
 
 @pytest.mark.parametrize(
@@ -67,9 +46,6 @@ def test_what_a_response_needs(made: Response, budget: int | None, needed: Token
         (0, (STOP, 1), None, None),
         (8, (1, 2), "length", "length"),
         (8, (1, STOP), "stop", "turn"),  # whatever is left of the response
-        (7, (1, 2), None, None),
-        (8, (1, 2, 3), "length", "length"),
-        (0, (), None, None),
         (10, (), "length", "length"),
     ],
 )
@@ -83,7 +59,6 @@ def test_the_finish_rule(
 
 def test_what_an_episode_sums_up() -> None:
     waiting = turn(Response(), 1, STOP)
-    assert needs(waiting, SAMPLING, budget=0) is STEP, "a step needs no budget"
     again = given(waiting, answer(20, text="seen", reward=0.5, note={"a": 1}, metrics={"calls": 1}))
     last = answer(finish_reason="stop", reward=1.0, metrics={"calls": 2, "wins": 1})
     episode = given(turn(again, 4, STOP), last).episode
@@ -136,7 +111,7 @@ def test_the_turns_before_the_one_that_is_judged() -> None:
         ("environment", "8"),
     ]
     assert not found.opens_thinking
-    assert judged_prompt(tokenizer, opened, response(ids("Hm."), complete=True)).turns == []
+    assert judged_prompt(tokenizer, opened, continued(Response(), ids("Hm."), "stop")).turns == []
 
 
 def test_a_column_that_old_files_lack_must_be_optional() -> None:

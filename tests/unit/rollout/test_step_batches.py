@@ -20,7 +20,6 @@ from bapo_megatron.rollout.sampler.step_batches import (
     read_step,
     step_groups,
     step_path,
-    steps_in,
     write_step,
 )
 from bapo_megatron.rollout.sampler.step_columns import header_of
@@ -97,27 +96,17 @@ def test_loss_masks_round_trip_and_are_optional(tmp_path: Path) -> None:
 
 def test_the_example_is_the_first_response_that_was_given_tokens(tmp_path: Path) -> None:
     """Without one it is the first response; a step that trained on nothing has none."""
-    write_step(tmp_path, 3, StepBatch((), {}))
-    with pytest.raises(ConfigError, match=r"step_000003.npz has no responses: the step trained on nothing"):
-        read_example(tmp_path, 3)
     plain = batch()
     write_step(tmp_path, 1, plain)
     ids_P, [found] = read_example(tmp_path, 1)
-    assert ids_P.tolist() == [1, 2, 3]
-    assert_same(one_response(ids_P, found), one_response(ids_P, plain.groups[0].rollouts[0]))
-    last = plain.groups[1].rollouts[1]
-    given = dataclasses.replace(last, loss_mask_R=np.array([True] * 3 + [False] * 2 + [True] * 3))
-    groups = (plain.groups[0], Group(plain.groups[1].prompt, (plain.groups[1].rollouts[0], given)))
-    write_step(tmp_path, 2, StepBatch(groups, {}))
+    assert (ids_P.tolist(), len(found.token_ids_R)) == ([1, 2, 3], 10)
+    given = dataclasses.replace(plain.groups[1].rollouts[1], loss_mask_R=np.arange(8) != 3)
+    write_step(tmp_path, 2, StepBatch((plain.groups[0], Group(plain.groups[1].prompt, (given,))), {}))
     ids_P, [found] = read_example(tmp_path, 2)
-    assert ids_P.tolist() == [5]
-    assert_same(one_response(ids_P, found), one_response(ids_P, given))
-    assert found.loss_mask_R is not None
-    assert found.loss_mask_R.tolist() == [True] * 3 + [False] * 2 + [True] * 3
-
-
-def one_response(ids_P: np.ndarray, found: Rollout) -> StepBatch:
-    return StepBatch((Group(Prompt(0, ids_P, "", ""), (found,)),), {})
+    assert (ids_P.tolist(), len(found.token_ids_R)) == ([5], 8)
+    write_step(tmp_path, 3, StepBatch((), {}))
+    with pytest.raises(ConfigError, match=r"step_000003.npz has no responses: the step trained on nothing"):
+        read_example(tmp_path, 3)
 
 
 def test_a_compressed_step_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
@@ -154,16 +143,6 @@ def test_a_step_is_not_lost_because_the_disk_fails_now(
     assert files.is_readable(1)
 
 
-def test_a_step_file_has_the_numbers_of_its_groups(tmp_path: Path) -> None:
-    write_step(tmp_path, 7, batch(), [4, 9])
-    write_step(tmp_path, 12, batch())
-    assert steps_in(tmp_path) == [7, 12]
-    assert step_groups(tmp_path, 7) == [4, 9]
-    assert step_groups(tmp_path, 12) == []
-    with pytest.raises(ConfigError, match="no such file"):
-        step_groups(tmp_path, 8)
-
-
 def test_replay_serves_the_stored_batches(tmp_path: Path) -> None:
     write_step(tmp_path / "journal", 0, batch())
     sampler = ReplaySampler(tmp_path)
@@ -178,33 +157,17 @@ def test_replay_serves_the_stored_batches(tmp_path: Path) -> None:
 
 
 def test_damage_anywhere_is_detected(tmp_path: Path) -> None:
-    whole = write_step(tmp_path, 1, batch()).read_bytes()
-    path = step_path(tmp_path, 1)
-    for length in range(0, len(whole), 97):
-        path.write_bytes(whole[:length])
-        for read in (read_step, read_header):
-            with pytest.raises(ConfigError, match=r"step_000001\.npz.*damaged"):
-                read(tmp_path, 1)
-    noticed = 0
-    for at in range(0, len(whole), 13):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+    path = write_step(tmp_path, 1, batch())
+    whole = path.read_bytes()
+    damaged = [whole[:length] for length in range(0, len(whole), 97)]
+    damaged += [whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :] for at in range(0, len(whole), 13)]
+    told: list[str] = []
+    for content in damaged:
+        path.write_bytes(content)
         try:
             assert_same(read_step(tmp_path, 1), batch())  # a byte that carries nothing, such as a date
-        except ConfigError:
-            noticed += 1
-    assert noticed > len(whole) / 13 / 2
-    path.write_bytes(b"something else")
-    with pytest.raises(ConfigError, match="damaged"):
-        read_step(tmp_path, 1)
-
-
-def test_a_crash_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_step(tmp_path, 1, batch())
-
-    def crash(_: int) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "fsync", crash)
-    with pytest.raises(OSError, match="no space"):
-        write_step(tmp_path, 1, StepBatch((), {}))
-    assert_same(read_step(tmp_path, 1), batch())
+            read_header(tmp_path, 1)
+        except ConfigError as error:
+            told.append(str(error))
+    assert len(told) > len(damaged) / 2
+    assert all("step_000001.npz: the record of step 1 is damaged" in one for one in told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -39,13 +40,15 @@ class _Loop(asyncio.SelectorEventLoop):
 def run_virtually(
     coroutine: Coroutine[Any, Any, T], chance: np.random.Generator | None, patch: pytest.MonkeyPatch
 ) -> T:
-    """The result of a coroutine. What it hands to threads runs in the loop, by ``chance`` later."""
+    """The result of a coroutine. What it hands to threads runs in the loop, by ``chance`` later, and no disk
+    is waited for."""
 
     async def later(function: Callable[..., Any], *arguments: Any) -> Any:
         await (turns(chance) if chance else asyncio.sleep(0))
         return function(*arguments)
 
     patch.setattr(asyncio, "to_thread", later)
+    patch.setattr(os, "fsync", lambda _file: None)
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(coroutine)
 

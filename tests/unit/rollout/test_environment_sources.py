@@ -100,16 +100,14 @@ def test_the_journal_of_a_mixture_may_be_cut_anywhere(
 
 
 def test_the_identity_is_as_before_where_all_sources_have_one_environment() -> None:
-    def of(*own: EnvironmentConfig | None, run_s: EnvironmentConfig = OWN["plain"]) -> dict[str, Any]:
+    def of(*own: EnvironmentConfig) -> dict[str, Any]:
         named = tuple(SourceConfig(Path(f"{n}.jsonl"), environment=one) for n, one in enumerate(own))
         world = EpisodeWorld(Path("unused"), say)
-        config = dataclasses.replace(world.config, data=DataConfig(sources=named), environment=run_s)
-        return identity(config, world.dataset)
+        return identity(dataclasses.replace(world.config, data=DataConfig(sources=named)), world.dataset)
 
-    assert "environment.function" not in of(None, OWN["plain"])
-    assert of(None, None, run_s=OWN["long"])["environment.function"] == CLASS
+    assert "environment.function" not in of(OWN["plain"], OWN["plain"])
     assert of(OWN["long"], OWN["long"])["environment.function"] == CLASS
-    mixed = of(None, OWN["long"])
+    mixed = of(OWN["plain"], OWN["long"])
     assert mixed["environment.function"] == {"0": None, "1": CLASS}
     assert mixed["rollout.group_size"] == "2 episodes of an environment", "older programs refuse it in words"
 
@@ -165,9 +163,7 @@ async def test_equal_environments_share_their_workers() -> None:
         assert found["one"].tokenizing is found["four"].tokenizing, "a tokenizer is asked by one thread"
 
 
-@pytest.mark.parametrize("of_run", [False, True])
-def test_a_wrong_environment_is_named_with_its_source(of_run: bool) -> None:
-    wrong = EnvironmentConfig(CLASS)
-    config = config_of(one=EnvironmentConfig(), two=None if of_run else wrong)
+def test_a_wrong_environment_is_named_with_its_source() -> None:
+    config = config_of(one=EnvironmentConfig(), two=EnvironmentConfig(CLASS))
     with pytest.raises(ConfigError, match=r"^source two: environment\.function: stops has '</call>'"):
-        check_environments(dataclasses.replace(config, environment=wrong), demo_tokenizer())
+        check_environments(config, demo_tokenizer())

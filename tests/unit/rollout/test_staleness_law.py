@@ -20,17 +20,16 @@ Also which of the open groups a step gets: those that end first, so the first st
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from bapo_megatron.types import GenerateRequest, Generation
 from tests.support.sampling import ScriptedEngine, World, mixed
-from tests.support.virtual_time import T, run_virtually
+
+pytestmark = pytest.mark.virtual_time
 
 B, STEPS, GROUP = 4, 24, 3
 """Groups of a step, steps of a run, responses of a group."""
@@ -75,13 +74,6 @@ class TimedEngine(ScriptedEngine):
         return float(self._mean_s * np.exp(self._tail * random.standard_normal() - self._tail**2 / 2))
 
 
-def virtually(run: Coroutine[Any, Any, T]) -> T:
-    """Its result, without waits for the clock or the disk."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.fsync", lambda _descriptor: None)
-        return run_virtually(run, None, patch)
-
-
 async def staleness(
     folder: Path, engine: TimedEngine, ahead: int, groups: int, places: int, train_s: float
 ) -> tuple[float, float, list[int]]:
@@ -107,16 +99,14 @@ async def staleness(
 @pytest.mark.parametrize(
     ("ahead", "places", "groups", "rho", "tail"),
     [
-        pytest.param(12, 24, 8, 0.8, 0.3, id="engines are the bottleneck"),
-        pytest.param(12, 24, 8, 0.8, 1.2, id="a tail"),
+        pytest.param(12, 24, 8, 0.8, 1.2, id="engines are the bottleneck"),
         pytest.param(12, 12, 8, 0.8, 1.2, id="fewer places"),
-        pytest.param(12, 24, 4, 0.4, 0.3, id="smaller steps"),
         pytest.param(1, 24, 4, 0.4, 1.2, id="admission binds before the engines"),
         pytest.param(1, 24, 4, 2.0, 0.3, id="training is the bottleneck"),
         pytest.param(3, 12, 4, 2.0, 1.2, id="and groups queue"),
     ],
 )
-def test_the_mean_lag_is_that_of_the_closed_forms(
+async def test_the_mean_lag_is_that_of_the_closed_forms(
     ahead: int, places: int, groups: int, rho: float, tail: float, tmp_path: Path
 ) -> None:
     """Without its term of the queue, or without M, the formula is off by 0.26 to 1.2 where engines bind."""
@@ -124,7 +114,7 @@ def test_the_mean_lag_is_that_of_the_closed_forms(
     mean_s, longest = engine.lengths(LONG * groups)
     in_flight = places * longest / (groups * GROUP)
     train_s = rho * groups * GROUP * mean_s / places
-    lag, waited, counts = virtually(staleness(tmp_path, engine, ahead, groups, places, train_s))
+    lag, waited, counts = await staleness(tmp_path, engine, ahead, groups, places, train_s)
     assert max(counts) <= (ahead + 1) * groups
     assert lag == pytest.approx(np.mean(counts) / groups - 1, abs=0.15)
     assert lag == pytest.approx(min(in_flight + rho, ahead) if rho < 1 else ahead, abs=0.15)
@@ -147,16 +137,16 @@ async def prompts_by_step(folder: Path, ahead: int, on_stale: str) -> tuple[list
     return found, engine
 
 
-def test_synchronous_steps_favour_no_length(tmp_path: Path) -> None:
+async def test_synchronous_steps_favour_no_length(tmp_path: Path) -> None:
     """Every prompt that was asked is trained on, in its step, however long its responses take."""
-    found, engine = virtually(prompts_by_step(tmp_path, 0, "resample"))
+    found, engine = await prompts_by_step(tmp_path, 0, "resample")
     assert sorted(chain.from_iterable(found)) == sorted(engine.begun)
     assert len(engine.begun) == STEPS * B
 
 
-def test_the_first_asynchronous_step_has_the_groups_that_end_first(tmp_path: Path) -> None:
+async def test_the_first_asynchronous_step_has_the_groups_that_end_first(tmp_path: Path) -> None:
     """Of (S + 1) B that are open. The others come later, where ``on_stale`` throws none away."""
-    found, engine = virtually(prompts_by_step(tmp_path, 3, "train"))
+    found, engine = await prompts_by_step(tmp_path, 3, "train")
     opened = sorted(engine.begun)[: 4 * B]  # in the order of the file
     fastest = sorted(opened, key=engine.group_s)[:B]
     assert sorted(found[0]) == sorted(fastest)

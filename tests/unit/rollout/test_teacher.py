@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from bapo_megatron.algo.reference_kl_config import DistillationConfig
-from bapo_megatron.config import AlgorithmConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig
+from bapo_megatron.config import AlgorithmConfig, RunConfig
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.reward import endpoint_client as client
 from bapo_megatron.rollout.engines.requests import Dataset
@@ -100,12 +100,8 @@ async def test_log_probs_of_the_responses_tokens_are_asked_and_read() -> None:
     ("answer", "match"),
     [
         (rows(-0.5, -1.0, -3.0, ids=(6, 7, 8, 10)), "of other tokens than were sent"),
-        (rows(-0.5, -1.0, ids=(6, 7, 8)), "of other tokens than were sent"),
         (rows(-0.5, 0.5, -3.0), "above 0 or not finite"),
-        (rows(-0.5, None, -3.0), "above 0 or not finite"),
         ({"meta_info": {}}, "KeyError"),
-        ([], "TypeError"),
-        (rows(-0.5, -1.0, 10**400), "OverflowError"),
     ],
 )
 async def test_an_answer_that_is_not_the_responses_stops_the_run(answer: Any, match: str) -> None:
@@ -222,21 +218,15 @@ class Halves:
 async def test_the_log_probs_of_groups_that_count_are_in_the_journal(tmp_path: Path) -> None:
     """Uniform groups are dropped and not asked for; after a kill no finished group is asked for again."""
     teacher = Halves()
-
     world = World(tmp_path, [ScriptedEngine(uniform_on(0, 3))], prompts=30)
-    async with world.sampling(teacher=teacher):
-        batch = await world.batch(1)
-        for group in batch.groups:
-            for one in group.rollouts:
-                assert one.teacher_log_probs_R is not None
-                assert one.teacher_log_probs_R.tolist() == pytest.approx(
-                    [-1 / len(one.token_ids_R)] * len(one.token_ids_R)
-                )
-        assert teacher.asked == 4 * 3
-        world.kill()
-    async with world.sampling(teacher=teacher):
-        assert len((await world.batch(1)).groups) == 4
-        assert teacher.asked == 4 * 3
+    for _ in range(2):
+        async with world.sampling(teacher=teacher):
+            batch = await world.batch(1)
+            world.kill()
+        rollouts = [one for group in batch.groups for one in group.rollouts]
+        for one in rollouts:
+            assert one.teacher_log_probs_R == pytest.approx(-np.ones(count := len(one.token_ids_R)) / count)
+        assert teacher.asked == len(rollouts) == 4 * 3
 
 
 async def test_a_teacher_that_is_gone_ends_the_sampling(tmp_path: Path) -> None:
@@ -252,15 +242,8 @@ async def test_a_teacher_that_is_gone_ends_the_sampling(tmp_path: Path) -> None:
 
 def config(temperature: float = 1.0, **settings: Any) -> RunConfig:
     distillation = DistillationConfig(**{"coefficient": 1.0, "urls": ("http://h:1",), **settings})
-    return RunConfig(
-        name="test",
-        model=ModelConfig(Path("/nowhere")),
-        data=DataConfig(Path("/nowhere")),
-        rollout=RolloutConfig(
-            prompts_per_step=4, group_size=4, max_response_tokens=8, temperature=temperature
-        ),
-        algorithm=AlgorithmConfig(distillation=distillation),
-    )
+    made = World(Path("unused"), [], temperature=temperature).config
+    return dataclasses.replace(made, algorithm=AlgorithmConfig(distillation=distillation))
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from bapo_megatron.commands.doctor import packages
 from bapo_megatron.commands.doctor.doctor import DoctorArguments, guarded
 from bapo_megatron.commands.doctor.packages import (
     PACKAGES,
-    SGLANG,
-    TRAINING,
     Import,
     Package,
     canonical,
@@ -39,8 +37,6 @@ BOARD = Package("wandb", None, "logging", '"wandb>=0.19,<1"')
 
 
 def test_pins(tmp_path: Path) -> None:
-    assert {"torch", "megatron-core", "transformers", "math-verify"} <= pins(TRAINING).keys()
-    assert {"sglang", "sglang-router"} <= pins(SGLANG).keys()
     path = tmp_path / "pins.txt"
     markers = 'a==1; python_version < "3"\na==2; python_version >= "3"  # ours\n'
     path.write_text(f"# tested\nJinja2==3.1.6\nast_serialize==0.1  # why\nloose>=2\n\n{markers}")

@@ -17,7 +17,7 @@ from bapo_megatron.commands.doctor import servers
 from bapo_megatron.commands.doctor.packages import SGLANG, pins
 from bapo_megatron.commands.doctor.recipe import RecipeFacts, facts_of, problems_of, recipe_rows
 from bapo_megatron.commands.doctor.rows import DoctorRow
-from bapo_megatron.commands.doctor.servers import get, longest_sequence, server_rows
+from bapo_megatron.commands.doctor.servers import get, server_rows
 from bapo_megatron.config import RunConfig, SourceConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
@@ -110,6 +110,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"model_type": "llama"}, {}, "model_type llama, the recipe's qwen2"),
     ({}, {"model": SHAPE | {"num_experts_per_tok": 4}}, "num_experts_per_tok 8, the recipe's 4"),
     ({}, {"longest_sequence": 257}, "sequences of 256 tokens"),
+    # SGLang with a context of 4096 says 4090 for the prompt, and reserves less than 8 tokens.
+    ({"context_length": None, "max_req_input_len": 4090}, {"longest_sequence": 4089}, "of 4088 tokens"),
     # What a run refuses at its first load; the other settings of that check: test_sglang_failures.py.
     ({"disable_overlap_schedule": True}, {"on_update": "in_place"}, "would be refused by the run"),
     ({"enable_return_routed_experts": False}, {"needs_routes": True}, "no --enable-return-routed-experts"),
@@ -159,12 +161,6 @@ def test_servers_that_are_gone_or_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.name for row in rows] == [gone, hanging]
     assert "Connection refused" in rows[0].found
     assert rows[1].found in ("no answer: timed out", "no answer: no answer within 4 s")
-
-
-def test_the_longest_sequence() -> None:
-    """SGLang 0.5.23 with a context of 4096 says 4090 for the prompt, and reserves less than 8 tokens."""
-    assert longest_sequence({"context_length": None, "max_req_input_len": 4090}) == 4088
-    assert longest_sequence({}) is None
 
 
 @pytest.fixture

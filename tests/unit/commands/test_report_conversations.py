@@ -71,6 +71,7 @@ def texts(run: RunRecord) -> list[list[tuple[str, str]]]:
 def test_an_episode_by_hand(tmp_path: Path) -> None:
     """Prompt, sampled turns and given ones with their frames, special tokens apart, reward, end."""
     [found] = conversations(write_run(tmp_path, {4: asked()}))
+    assert found.is_short
     tokens, given = len(asked().token_ids_R), len(ids(FRAME.format("935")))
     counts = f"2 turns, {tokens} tokens, {given} of them given"
     assert found.title == f"Step 4: reward 1.000, {counts}, ended by the environment"
@@ -111,7 +112,6 @@ def test_a_long_block_is_cut_in_its_middle(tmp_path: Path) -> None:
     half = "ab" * (MOST_TOKENS // 4)
     assert pieces == [(half, False), (f" … {MOST_TOKENS:,} tokens … ", True), (half, False)]
     assert not found.is_short
-    assert conversations(write_run(tmp_path / "short", {1: asked()}))[0].is_short
 
 
 def test_what_stands_in_the_place_of_episodes(tmp_path: Path) -> None:

@@ -146,32 +146,26 @@ def test_ports_of_jobs_and_restarts_differ(shell: Shell) -> None:
     assert shell(script, SLURM_JOB_ID="8").stdout.split() == ["n1", "20008", "10064"]
 
 
-@pytest.mark.parametrize(("lead", "margin"), [("45", "22"), ("60", "30"), ("61", "60"), ("600", "60")])
+@pytest.mark.parametrize(
+    ("kill_wait", "margin", "lead", "fitted"),
+    [
+        *((30, "", "45", 22), (30, "", "60", 30), (30, "", "61", 60), (30, "", "600", 60)),
+        # A site may wait longer for processes that it kills: its job would be over before the requeue.
+        *((120, "", "600", 150), (120, "200", "600", 200), (120, "60", "120", 60)),
+    ],
+)
 def test_ranks_are_told_to_save_before_they_are_killed(
-    shell: Shell, tmp_path: Path, lead: str, margin: str
+    shell: Shell, tmp_path: Path, kill_wait: int, margin: str, lead: str, fitted: int
 ) -> None:
     (tmp_path / "recipe.py").touch()
     script = f"""
         squeue() {{ echo N/A; }}
-        scontrol() {{ echo n1; }}
+        scontrol() {{ [[ $2 = config ]] && echo "KillWait                = {kill_wait} sec" || echo n1; }}
         bapo_health() {{ echo "$BAPO_MARGIN_S" >"$BAPO_RUN/margin"; exit; }}
         bapo_begin recipe.py --run-dir {tmp_path}
     """
-    found = shell(script, BAPO_LEAD_S=lead)
-    assert (tmp_path / "margin").read_text() == f"{margin}\n", found.stderr
-
-
-@pytest.mark.parametrize(
-    ("margin", "lead", "fitted"), [("60", "600", "150"), ("200", "600", "200"), ("60", "120", "60")]
-)
-def test_a_site_may_wait_longer_for_processes_that_it_kills(
-    shell: Shell, margin: str, lead: str, fitted: str
-) -> None:
-    """Its job would be over before the requeue."""
-    config = (
-        'scontrol() { echo "KillWait                = 120 sec"; }; bapo_fit_margin; echo "$BAPO_MARGIN_S"'
-    )
-    assert shell(config, BAPO_MARGIN_S=margin, BAPO_LEAD_S=lead).stdout == f"{fitted}\n"
+    found = shell(script, BAPO_LEAD_S=lead, **({"BAPO_MARGIN_S": margin} if margin else {}))
+    assert (tmp_path / "margin").read_text() == f"{fitted}\n", found.stderr
 
 
 def test_a_job_that_another_job_submits_has_its_own_nodes(shell: Shell) -> None:

@@ -179,6 +179,10 @@ def test_m2po_by_hand() -> None:
     assert metrics["policy/loss"] == pytest.approx(float(terms.loss) / 5)
     assert metrics["bapo/clip_fraction_high"] == pytest.approx(2 / 5)
     assert metrics["m2po/second_moment_kept"] == pytest.approx(0.25)
+    within = Objective(loss_of("m2po", tau=2.0))  # nothing is masked
+    found = found_of(within.loss, (stats, batch))
+    assert found.threshold == math.inf
+    assert within.metrics(within.token_fn(found, 6)(stats, batch), found)["m2po/threshold"] is None
 
 
 @pytest.mark.parametrize("seed", range(8))

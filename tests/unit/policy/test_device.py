@@ -12,6 +12,15 @@ import torch
 from bapo_megatron.policy import device
 
 
+def test_transformer_engine_needs_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    assert device.uses_transformer_engine(torch.bfloat16)
+    assert not device.uses_transformer_engine(torch.float32)
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    assert not device.uses_transformer_engine(torch.bfloat16)
+
+
 @pytest.fixture
 def norm_of() -> Callable[[list[torch.Tensor]], float]:
     """The norm by which megatron clips gradients on a CPU."""

@@ -60,13 +60,25 @@ _HYBRID = {
     },
 }
 
-_SHARED_EXPERTS = {
-    "num_hidden_layers": 4,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 20,
+_ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SHARED_EXPERTS = {**_ROUTED, "num_hidden_layers": 4, "shared_expert_intermediate_size": 20}
+
+
+_QWEN3 = {"head_dim": 16}
+_CLASSES = {
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _QWEN3),
+    "qwen3_tied": ("Qwen3Config", "Qwen3ForCausalLM", {**_QWEN3, "tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_QWEN3, **_ROUTED, "norm_topk_prob": True}),
+    "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _HYBRID),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**_HYBRID, **_SHARED_EXPERTS}),
+    "llama": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {"tie_word_embeddings": True, "rope_parameters": _LLAMA_ROPE},
+    ),
 }
+"""Of each family: transformers' classes, and what its configuration has beside ``_COMMON``."""
 
 
 def tiny_model(family: str, seed: int = 0, **shape: int) -> torch.nn.Module:
@@ -76,39 +88,9 @@ def tiny_model(family: str, seed: int = 0, **shape: int) -> torch.nn.Module:
     """
     import transformers
 
-    classes = {
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 16}),
-        "qwen3_tied": (
-            transformers.Qwen3Config,
-            transformers.Qwen3ForCausalLM,
-            {"head_dim": 16, "tie_word_embeddings": True},
-        ),
-        "qwen3_moe": (
-            transformers.Qwen3MoeConfig,
-            transformers.Qwen3MoeForCausalLM,
-            {
-                "head_dim": 16,
-                "num_experts": 8,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 24,
-                "norm_topk_prob": True,
-            },
-        ),
-        "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, _HYBRID),
-        "qwen3_5_moe_text": (
-            transformers.Qwen3_5MoeTextConfig,
-            transformers.Qwen3_5MoeForCausalLM,
-            {**_HYBRID, **_SHARED_EXPERTS},
-        ),
-        "llama": (
-            transformers.LlamaConfig,
-            transformers.LlamaForCausalLM,
-            {"tie_word_embeddings": True, "rope_parameters": _LLAMA_ROPE},
-        ),
-    }
-    config_class, model_class, extra = classes[family]
-    model = model_class(config_class(**{**_COMMON, **extra, **shape})).float().eval()
+    config_class, model_class, extra = _CLASSES[family]
+    config = getattr(transformers, config_class)(**{**_COMMON, **extra, **shape})
+    model = getattr(transformers, model_class)(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -15,7 +15,7 @@ import torch
 from bapo_megatron.errors import CheckpointError
 from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, DTYPES
 from checkpoints_tools.archives.torch_archive import ALIGNMENT, dumps, object_archive, tensor_archive
-from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive, read_tensor
+from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive
 from tests.support.checkpoint_models import TYPES
 
 
@@ -68,22 +68,6 @@ def test_tensors_in_a_state_are_found_and_the_rest_is_kept(tmp_path: Path) -> No
     assert found["nested"][1:] == ["text", None, 2.5]
     keys = ("view", "one row", "empty", "number", "transposed", "column")
     assert [found[key].contiguous for key in keys] == [True, True, True, True, False, False]
-
-
-def test_an_archive_in_the_middle_of_a_file(tmp_path: Path) -> None:
-    """As torch_dist keeps them: one behind the other."""
-    first, second = save(torch.arange(3)), save(torch.arange(5, dtype=torch.int32))
-    path = tmp_path / "__0_0.distcp"
-    path.write_bytes(b"x" * 11 + first + second + b"tail")
-    for archive, start, tensor in (
-        (first, 11, torch.arange(3)),
-        (second, 11 + len(first), torch.arange(5, dtype=torch.int32)),
-    ):
-        with path.open("rb") as stream:
-            stored = read_tensor(stream, path, "key", start, len(archive))
-        assert content(stored) == tensor.numpy().tobytes()
-    with path.open("rb") as stream, pytest.raises(CheckpointError, match="key is not an archive of torch"):
-        read_tensor(stream, path, "key", 10, len(first))
 
 
 Change = Callable[[str, bytes], tuple[str, bytes] | None]
@@ -184,8 +168,3 @@ def test_values_are_those_that_pickle_reads() -> None:
     archive = io.BytesIO(object_archive(value))
     assert torch.load(archive, weights_only=True) == value
     assert zipfile.ZipFile(archive).testzip() is None
-
-
-def test_what_cannot_be_written_is_refused() -> None:
-    with pytest.raises(TypeError, match="is not written to pickles"):
-        dumps({1, 2})

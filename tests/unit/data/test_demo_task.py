@@ -15,8 +15,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bapo_megatron.reward.math import answer_is_right
-
 SCRIPTS = Path(__file__).parents[3] / "recipes" / "demo"
 
 
@@ -64,19 +62,6 @@ def test_the_model_is_small_and_splits(task: Path) -> None:
 )
 def test_scratchpad(numbers: list[int], solution: str) -> None:
     assert make_task.scratchpad(numbers) == solution
-
-
-@pytest.mark.parametrize(("digits", "addends"), [(2, 2), (3, 2), (2, 4)])
-def test_worked_solutions_are_right_and_short(digits: int, addends: int) -> None:
-    problems = make_task.make_problems({"warm_start": 30}, max_digits=digits, addends=addends)["warm_start"]
-    for row in make_task.add_solutions(problems, guesses=0.0):
-        question = row["prompt"][0]["content"]
-        truth = row["reward_model"]["ground_truth"]
-        solution = row["extra_info"]["solution"]
-        assert sum(map(int, question.rstrip("=").split("+"))) == int(truth)
-        assert answer_is_right(truth, solution)
-        assert addends > 2 or len(solution) <= 45
-        assert row["extra_info"]["digits"] <= digits
 
 
 def test_the_splits_share_no_sum(task: Path) -> None:

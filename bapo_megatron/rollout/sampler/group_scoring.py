@@ -78,7 +78,6 @@ class GroupScoring:
 
     async def _score(self, group: OpenGroup, is_last_try: bool) -> None:
         """Score a group; if the results count, post its rewards and drop it if it is useless for training."""
-        scores_before = self._failed.scores
         results = await group_scores(self._dataset, self._scorer, group, self._reward.failed)
         leaves_out = self._reward.on_failure == "leave_out"
         rewards = [None if result.failure and leaves_out else result.reward for result in results]
@@ -89,8 +88,6 @@ class GroupScoring:
             prompt = self._dataset.prompts[group.index].token_ids_P
             taught = await group_log_probs(self._teacher, prompt, group)
         del self._tasks[group.number]
-        # Scoring works if another score succeeded in the meantime.
-        is_last_try = is_last_try or self._failed.scores > scores_before
         if not self._failed.passes(group, results, is_last_try, asyncio.get_running_loop().time()):
             if self._retrying is None:
                 self._retrying = asyncio.create_task(self._retry())
@@ -98,9 +95,9 @@ class GroupScoring:
             return
         if self._failed.is_outage:
             rewards, why = [None] * len(rewards), "failed"  # environments': nothing is trained on them
-        if self._failed.scores > scores_before:
-            self._score_again()
         failures = [result.failure for result in results if result.failure]
+        if len(failures) < len(results):  # scoring works
+            self._score_again()
         scores = [
             None if reward is None else reward if result.score is None else result.score
             for reward, result in zip(rewards, results, strict=True)

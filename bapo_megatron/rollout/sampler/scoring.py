@@ -138,7 +138,6 @@ class FailedScores:
         self._failed: set[int] = set()  # numbers of groups that failed since the last successful score
         self._since_s = 0.0  # time of the first of these failures
         self._has_scores = False  # whether any score of the run has succeeded
-        self.scores = 0  # number of groups with a successful score in this process
 
     def begin(self, sampler_state: SamplerState) -> None:
         """Skip the check of the first scores if the journal has a step or a successful score."""
@@ -162,7 +161,6 @@ class FailedScores:
         in an outage only those of environments. Reports the start of an outage as a run event. Raises
         ConfigError if all scores of the first step failed."""
         if any(result.failure is None for result in results):
-            self.scores += 1
             self._has_scores = True
             self._failed.clear()
             return True

@@ -73,12 +73,12 @@ class WriteAheadLog:
         """Commit ``records`` atomically, even if killed: all are durable on return, none on an OSError."""
         *others, last = records
         parts = [part for record in others for part in encode(record, _MORE)] + encode(last)
+        # In parts: with routes a commit has hundreds of megabytes, and a copy costs as much as the CRC.
+        appended = append_whole(self._file, parts, self.size)
         try:
-            # In parts: with routes a commit has hundreds of megabytes, and a copy costs as much as the CRC.
-            appended = append_whole(self._file, parts, self.size)
             os.fsync(self._file.fileno())
         except OSError:
-            # Full disk: drop the tail so that no later commit follows half of this one.
+            # Full disk: drop the tail so that no later commit follows what may be half of this one.
             self._file.truncate(self.size)
             raise
         self.size += appended

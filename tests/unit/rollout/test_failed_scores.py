@@ -140,11 +140,12 @@ async def test_a_resumed_run_with_a_successful_score_skips_the_check_of_the_firs
 
 
 async def test_prompts_that_cannot_be_scored_do_not_stop_a_run(tmp_path: Path) -> None:
-    """A few at a time: they are tried once more, then dropped; nobody waits for 30 minutes."""
-    one = world(tmp_path, lambda prompt, response: prompt % 5 == 4)
+    """A few at a time: they are tried once more, then dropped; nobody waits for 30 minutes, also where a step
+    has one group."""
+    one = World(tmp_path, [ScriptedEngine(answer)], 40, Judge(lambda n, _: n % 5 == 4), prompts_per_step=1)
     async with one.sampling():
         begun_s = asyncio.get_running_loop().time()
-        batches = [await one.train(step) for step in range(1, 6)]
+        batches = [await one.train(step) for step in range(1, 21)]
         took_s = asyncio.get_running_loop().time() - begun_s
     assert [number for batch in batches for number in prompt_ids(batch)] == [
         n for n in range(25) if n % 5 < 4

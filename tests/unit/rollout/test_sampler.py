@@ -53,7 +53,8 @@ async def test_oversampling_is_bounded_and_fewer_groups_are_legal(tmp_path: Path
         assert batch.metrics["rollout/groups_sampled"] == 23
         assert batch.metrics["sampled/reward/solved_none"] == 1.0
         assert batch.metrics["sampled/rollout/length_positive_mean"] is None
-        assert batch.metrics["reward/mean"] is None, "of the batch, which has no response"
+        nothing = [batch.metrics[f"reward/{name}"] for name in ("mean", "solved_none", "solved_all")]
+        assert nothing == [None] * 3, "of the batch, which has no response"
         # Prompts 23 to 25 are uniform and replaced, in a new step's limit.
         assert prompt_ids(await world.batch(2)) == [*range(26, 36)]
 
@@ -183,6 +184,20 @@ async def test_rounds_give_the_same_groups_however_long_scoring_takes(tmp_path: 
         for group in (group for batch in batches for group in batch.groups):
             assert [one.reward for one in group.rollouts] == [1, 0, 0], "not in the order of the responses"
         assert [prompt_ids(batch) for batch in batches] == [[*range(n, n + 4)] for n in range(0, 20, 4)]
+
+
+async def test_no_step_is_taken_while_answers_wait_to_be_written(tmp_path: Path) -> None:
+    """Else the trainer would get what there is: nothing, where the last answers of a round have just come."""
+    world = World(tmp_path, [engine := ScriptedEngine(mixed)])
+    engine.gate.clear()
+    async with world.sampling() as sampler:
+        batch = asyncio.create_task(world.batch(1))
+        await until(lambda: len(engine.asked) == 12)
+        async with sampler._loop.between_commits():
+            engine.gate.set()
+            await until(lambda: not sampler._dispatcher._running)
+            assert not sampler._loop.is_exhausted
+        assert prompt_ids(await batch) == [0, 1, 2, 3]
 
 
 async def test_a_resume_samples_no_group_that_it_then_drops(tmp_path: Path) -> None:

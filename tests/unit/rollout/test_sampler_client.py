@@ -18,7 +18,7 @@ import pytest
 from bapo_megatron.errors import RunStopped, StorageFailed
 from bapo_megatron.rollout.sampler import client, process
 from bapo_megatron.rollout.sampler.client import SamplerClient
-from bapo_megatron.rollout.sampler.process import ALIVE, WAKE_CALLS, with_heartbeats
+from bapo_megatron.rollout.sampler.process import ALIVE, with_heartbeats
 from bapo_megatron.runtime.exit_codes import SIGNALS
 
 
@@ -178,7 +178,7 @@ def test_deaths_count_since_the_last_batch(told: Told, monkeypatch: pytest.Monke
 def test_an_update_call_is_not_repeated_after_a_crash(told: Told) -> None:
     """A restarted process does not know the state of engines that were waking up."""
     told.expect_handles(7, 3)
-    for method in WAKE_CALLS:
+    for method in ("begin", "receive", "confirm", "resume"):
         told.dies_at = [method]
         assert told.update(method) == []
         assert told.told[-1] == ["start 1 None", "expect_handles 7 3"]

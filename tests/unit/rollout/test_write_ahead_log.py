@@ -124,22 +124,23 @@ def test_a_disk_that_takes_a_commit_in_pieces_gets_every_byte_once(
     assert check_survivors(whole.path, [many, *RECORDS]) == []
 
 
+@pytest.mark.parametrize("call", ["writev", "fsync"])
 def test_a_disk_that_fills_up_within_a_commit_leaves_the_commits_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A network's file system may say so at the end only."""
     log = WriteAheadLog(tmp_path / "log")
     log.write([RECORDS[1]])
     writev, calls = os.writev, iter(range(9))
 
-    def full(descriptor: int, buffers: list[memoryview]) -> int:
-        if next(calls):
+    def full(descriptor: int, *buffers: list[memoryview]) -> int:
+        if next(calls) or not buffers:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return writev(descriptor, [buffers[0][:5]])
+        return writev(descriptor, [buffers[0][0][:5]])
 
-    monkeypatch.setattr(os, "writev", full)
-    with pytest.raises(OSError, match="No space left"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, call, full)
         log.write([RECORDS[2], RECORDS[3]])
-    monkeypatch.undo()
     log.write([RECORDS[4]])
     log.close()
     assert check_survivors(tmp_path / "log", [RECORDS[1], RECORDS[4]]) == []

@@ -31,7 +31,7 @@ from bapo_megatron.rollout.sampler.response import (
 )
 from bapo_megatron.rollout.sampler.state import FinishedGroup, OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.turns import Environments, within
-from bapo_megatron.types import GenerateRequest, Generation
+from bapo_megatron.types import Generation
 
 ResponseKey = tuple[int, int]
 """Group number and position in the group."""
@@ -263,7 +263,10 @@ class Dispatcher:
             task.cancel()
 
     async def _sample(self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, most: int) -> None:
-        request = self._request(group, key[1], most)
+        prompt, sampling = self._dataset.prompts[group.index], self._sampling(group)
+        seed = request_seed(sampling.seed, group.epoch, group.index, key[1])
+        name = f"{group.number}-{key[1]}"
+        request = next_request(group.responses[key[1]], most, sampling, prompt, name, seed)
         try:
             answer = await self._pool.generate(slot, request, self._is_known, "the run's weights")
             if useless := without_routes(answer, request, slot.engine.name):
@@ -293,12 +296,6 @@ class Dispatcher:
         self._cached.pop(key, None)
         if finish_reason in (None, TURN) and (cached := self._pool.cached_at(slot)):
             self._cached[key] = cached
-
-    def _request(self, group: OpenGroup, sample: int, most: int) -> GenerateRequest:
-        prompt, name = self._dataset.prompts[group.index], f"{group.number}-{sample}"
-        sampling = self._sampling(group)
-        seed = request_seed(sampling.seed, group.epoch, group.index, sample)
-        return next_request(group.responses[sample], most, sampling, prompt, name, seed)
 
     def _sampling(self, group: OpenGroup) -> Sampling:
         return self._samplings[self._dataset.prompts[group.index].source]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -49,15 +48,6 @@ from bapo_megatron.types import Prompt
 
 _EPOCH = 2**32  # in all evaluation seeds, beyond training's: common random numbers reduce noise
 _POLL_S = 1.0  # polling interval for a working engine
-
-
-@dataclass(frozen=True)
-class _Item:
-    """A response to sample in an evaluation: its suite, problem and sample number."""
-
-    suite: Suite
-    problem: int  # position in its suite
-    sample: int
 
 
 class HeldOut:
@@ -142,23 +132,15 @@ class HeldOut:
         return self._paths.evaluation_responses(step)
 
     async def _evaluate(self, step: int) -> None:
-        samples = self._config.evaluation.samples
-        items = [
-            _Item(suite, problem, sample)
-            for suite in self._suites
-            for problem in range(len(suite.prompts))
-            for sample in range(samples)
-        ]
         places = asyncio.Semaphore(max(1, self._pool.capacity // 2))  # the other half is for training
-
-        async def row(item: _Item) -> Row:
-            async with places:
-                response = await self._sampled(step, item)
-            return await self._scored(item, response)
-
         try:
             async with asyncio.TaskGroup() as group:
-                rows = [group.create_task(row(item)) for item in items]
+                rows = [
+                    group.create_task(self._row(step, suite, problem, sample, places))
+                    for suite in self._suites
+                    for problem in range(len(suite.prompts))
+                    for sample in range(self._config.evaluation.samples)
+                ]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from failed
         lines = "".join(json.dumps(row.result()) + "\n" for row in rows)
@@ -168,27 +150,20 @@ class HeldOut:
         self._step = None
         self._pool.changed.set()
 
-    async def _sampled(self, step: int, item: _Item) -> Response:
-        prompt = item.suite.prompts[item.problem]
-        name = f"evaluation.{step}.{item.suite.name}.{item.problem}-{item.sample}"
-        place = (_EPOCH, item.problem, item.sample)
-        return await whole_response(
-            self._pool,
-            self._samplings[item.suite.name],
-            self._version,
-            prompt,
-            name,
-            place,
-            turns=self._turns[item.suite.name],
-        )
-
-    async def _scored(self, item: _Item, response: Response) -> Row:
-        prompt, programs = item.suite.prompts[item.problem], self._programs[item.suite.name]
-        reward, tokenizer = self._config.reward, self._dataset.tokenizer
-        row, text = await judged_row(self._scorer, tokenizer, prompt, response, reward.correct)
-        if item.problem in programs:
+    async def _row(
+        self, step: int, suite: Suite, problem: int, sample: int, places: asyncio.Semaphore
+    ) -> Row:
+        prompt, name = suite.prompts[problem], f"evaluation.{step}.{suite.name}.{problem}-{sample}"
+        sampling, turns = self._samplings[suite.name], self._turns[suite.name]
+        async with places:
+            response = await whole_response(
+                self._pool, sampling, self._version, prompt, name, (_EPOCH, problem, sample), turns
+            )
+        reward, programs = self._config.reward, self._programs[suite.name]
+        row, text = await judged_row(self._scorer, self._dataset.tokenizer, prompt, response, reward.correct)
+        if problem in programs:
             row["answer"] = None
-        place = {"suite": item.suite.name, "problem": item.problem, "sample": item.sample}
+        place = {"suite": suite.name, "problem": problem, "sample": sample}
         boxed = reward.function in BOXED_REWARDS and not programs
         return {**place, **row, "boxed": boxed, "response": text}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from contextlib import AsyncExitStack
@@ -112,7 +111,7 @@ def test_the_identity_is_as_before_where_all_sources_have_one_environment() -> N
     assert mixed["rollout.group_size"] == "2 episodes of an environment", "older programs refuse it in words"
 
 
-def test_a_suite_has_the_environment_of_the_source_of_its_name(tmp_path: Path) -> None:
+async def test_a_suite_has_the_environment_of_the_source_of_its_name(tmp_path: Path) -> None:
     """Others have that of the run, which has none."""
     made = MixedWorld(tmp_path)
     made.config = dataclasses.replace(made.config, evaluation=EvaluationConfig(2, ("long",), 1))
@@ -121,16 +120,13 @@ def test_a_suite_has_the_environment_of_the_source_of_its_name(tmp_path: Path) -
         for name, n in (("long", 1), ("plain", 2), ("short", 7), ("other", 0))
     )
 
-    async def main() -> Path:
-        async with made.sampling(rounds=False):
-            asked = HeldOut(made.config, suites, made.dataset, made.pool, made.score, made.environments)
-            asked.expect(2, 0)
-            asked.begin()
-            path = await asked.responses(2, 5.0)
-            assert path is not None
-            return path
-
-    rows = [json.loads(line) for line in asyncio.run(main()).read_text().splitlines()]
+    async with made.sampling(rounds=False):
+        asked = HeldOut(made.config, suites, made.dataset, made.pool, made.score, made.environments)
+        asked.expect(2, 0)
+        asked.begin()
+        path = await asked.responses(2, 60.0)
+    assert path is not None
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["suite"], row["response"], row["finish_reason"]) for row in rows] == [
         ("long", "y0[1:y0]y1[2:y1]end", "stop"),
         ("plain", "y0", "stop"),

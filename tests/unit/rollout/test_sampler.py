@@ -233,6 +233,17 @@ async def test_a_resume_samples_no_group_that_it_then_drops(tmp_path: Path) -> N
     check_accounts(tmp_path / "journal", again.journal, again.config.rollout, again.dataset.prompts)
 
 
+async def test_a_round_starts_when_the_trainer_asks(tmp_path: Path) -> None:
+    """Not when the weights are new: a checkpoint comes between them, and its fork samples whole rounds."""
+    world = World(tmp_path, [engine := ScriptedEngine(mixed)], prompts=100)
+    async with world.sampling() as sampler:
+        await world.train(1)
+        await asyncio.sleep(1)
+        assert (len(engine.asked), sampler.state()[events.OUTSTANDING]) == (12, [])
+        await world.batch(2)
+    assert len(engine.asked) == 24
+
+
 async def test_without_overlap_nothing_is_sampled_during_training(tmp_path: Path) -> None:
     engine = ScriptedEngine(mixed)
     engine.holds = lambda request: request.input_ids[0] >= 4

@@ -139,18 +139,20 @@ async def test_a_resumed_run_with_a_successful_score_skips_the_check_of_the_firs
     assert "reward_outage" in continued.event_kinds()
 
 
-async def test_prompts_that_cannot_be_scored_do_not_stop_a_run(tmp_path: Path) -> None:
-    """A few at a time: they are tried once more, then dropped; nobody waits for 30 minutes, also where a step
-    has one group."""
-    one = World(tmp_path, [ScriptedEngine(answer)], 40, Judge(lambda n, _: n % 5 == 4), prompts_per_step=1)
+@pytest.mark.parametrize(("groups", "limit_s"), [(1, 70), (4, 25)])
+async def test_prompts_that_cannot_be_scored_do_not_stop_a_run(
+    tmp_path: Path, groups: int, limit_s: float
+) -> None:
+    """They are tried once more, as soon as others have a score or after 10 s, then dropped."""
+    judge = Judge(lambda prompt, _: prompt % 5 == 4)
+    one = World(tmp_path, [ScriptedEngine(answer)], 40, judge, prompts_per_step=groups)
     async with one.sampling():
         begun_s = asyncio.get_running_loop().time()
-        batches = [await one.train(step) for step in range(1, 21)]
+        batches = [await one.train(step) for step in range(1, 20 // groups + 1)]
         took_s = asyncio.get_running_loop().time() - begun_s
-    assert [number for batch in batches for number in prompt_ids(batch)] == [
-        n for n in range(25) if n % 5 < 4
-    ]
-    assert took_s < 120
+    numbers = [number for batch in batches for number in prompt_ids(batch)]
+    assert numbers == [n for n in range(25) if n % 5 < 4]
+    assert took_s < limit_s
     assert "reward_outage" not in one.event_kinds()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,8 +78,8 @@ def sha(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def digests(tensor: int = 1, names: Sequence[str] = tuple(WEIGHTS), tied: bool = False) -> SentDigests:
-    found = FusedDigests(FusedLayout(replace(SHAPE, tied=tied), tensor), "cpu")
+def digests(tensor: int = 1, names: Sequence[str] = tuple(WEIGHTS)) -> SentDigests:
+    found = FusedDigests(FusedLayout(SHAPE, tensor), "cpu")
     for name in names:
         found.add(name, WEIGHTS[name])
     return found.result()

@@ -86,7 +86,7 @@ class FusedLayout:
     """Weight layout of a model on servers of ``tensor`` ranks: ``place`` maps a name to a ``Place``."""
 
     def __init__(self, shape: ModelShape, tensor: int) -> None:
-        self.tensor, self._tied = tensor, shape.tied
+        self.tensor = tensor
         self.vocabularies = (embedding_name(shape), OUTPUT)
         self._layer = re.compile(rf"({re.escape(shape.body)}layers\.)(\d+)\.")
         self._places: dict[str, Place] = {}
@@ -103,10 +103,8 @@ class FusedLayout:
                     mapping.served_in_models_dtype,
                 )
 
-    def place(self, name: str) -> Place | None:
-        """Return the place of tensor ``name``; None if servers lack it. Raises ValueError if unknown."""
-        if name == OUTPUT and self._tied:
-            return None
+    def place(self, name: str) -> Place:
+        """Return the place of tensor ``name``. Raises ValueError if it is unknown."""
         layer = self._layer.match(name)
         place = self._places.get(self._layer.sub(r"\1{layer}.", name))
         if place is None:
@@ -193,8 +191,6 @@ class FusedDigests:
     @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
         place = self._layout.place(name)
-        if place is None:
-            return
         if place.in_models_dtype:
             self._rounded.append((place, tensor.detach().clone()))
             return

@@ -24,7 +24,7 @@ def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without any sign of a GPU: its device files and its environment are made up."""
     for name in [*device._SLURM_GPUS, "CUDA_VISIBLE_DEVICES", device.DEVICE_VARIABLE]:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(device, "_DEVICE_FILES", (tmp_path / "dev", "nvidia[0-9]*"))
+    monkeypatch.setattr(device, "_DEVICE_FILES", (tmp_path / "dev", device._DEVICE_FILES[1]))
     monkeypatch.setattr(device, "_DRIVER_FILES", (tmp_path / "gpus", "*"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for folder in ("dev", "gpus"):

@@ -79,6 +79,7 @@ def test_a_checkpoint(disk: Path) -> None:
         save(store, 20, write_policy(bytes(100_000)), {})
 
     full_then_not(disk, again, disk / "checkpoints/step_000020")
+    assert not list((disk / "checkpoints").glob(".*")), "half a checkpoint of before"
     ballast = fill(disk, 8)
     with pytest.raises(RunStopped, match="checkpoint of step 30 could not be written .*No space left"):
         save(store, 30, write_policy(bytes(100_000)), {})

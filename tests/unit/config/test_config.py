@@ -70,7 +70,6 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
         ({"optimizer.lr": 1e-6, "optimizer.min_lr": 1e-5}, "optimizer.min_lr=1e-05 is above"),
         ({"optimizer.lr": float("nan")}, "optimizer.lr=nan is not a finite number"),
         ({"batch.pack_tokens": 299}, "set it to at least 300"),
-        ({"parallel.sequence": True}, "parallel.sequence needs parallel.tensor"),
         ({"parallel.virtual": 2}, "parallel.virtual=2 needs parallel.pipeline"),
         ({"rollout.budget_tokens": 66, "rollout.max_staleness": 2}, "s=66 .*set rollout.max_staleness=3$"),
         ({"checkpoint.every": 10, "checkpoint.export_every": 25}, "export_every=25 .*=10.*: set it to 20$"),

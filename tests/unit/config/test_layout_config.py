@@ -48,8 +48,6 @@ EXPERTS = resized(SHAPE, experts=Experts(count=6, per_token=2, ffn=40, normalize
     [
         ({"pipeline": 2, "virtual": 2, "pipeline_layers": (4, 4, 4)}, None, "has 3 numbers.* give 4 numbers"),
         ({"pipeline": 2, "pipeline_layers": (28, 0)}, None, "pipeline_layers=28 0 leaves"),
-        ({"pipeline": 16, "virtual": 2}, SHAPE, "makes 32 model chunks .* 28 layers: use at most 28"),
-        ({"pipeline": 4, "pipeline_layers": (8,) * 4}, SHAPE, "32 layers, but .* 28: .* for 7 7 7 7$"),
         ({"expert": 2, "data": 2}, SHAPE, "2 x 1, but the model has no experts: leave both at 1"),
         ({"expert_tensor": 3, "data": 3}, EXPERTS, r"experts' width \(40\): use one of \[1, 2, 4, 5, 8,"),
         ({"tensor": 2}, EXPERTS, "needs sequence parallelism: set parallel.sequence=True"),

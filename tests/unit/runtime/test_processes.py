@@ -235,9 +235,6 @@ def test_work_that_is_not_done_in_time_is_left_behind() -> None:
     assert set(psutil.Process().children()) <= before  # no zombie: a webhook may hang for days
 
 
-LIMIT_S = 120.0
-
-
 def test_a_command_gets_its_input_and_its_variables_and_is_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +247,6 @@ def test_a_command_gets_its_input_and_its_variables_and_is_no_rank(
     )
     for append, times in ((False, 1), (True, 2), (False, 1)):  # the log begins anew, or is appended to
         command = UserCommand(words, {"BAPO_X": "y z"}, log, b"given\n", append=append)
-        assert command.wait(LIMIT_S) == 0
+        assert command.wait(120) == 0
         command.close()
         assert log.read_text() == times * text

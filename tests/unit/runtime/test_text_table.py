@@ -34,21 +34,15 @@ def test_columns_are_aligned(rows: list[tuple[str, ...]], given: dict[str, Any],
     assert text_table(rows, **given) == expected
 
 
-def test_columns_of_fixed_widths_wrap_between_words() -> None:
+def test_columns_of_fixed_widths_wrap_between_words_and_lose_no_character() -> None:
     assert text_table([("ok", "one two three", "end"), ("", "/a/long/path", "")], widths=(4, 8, 3)) == [
         "ok    one two       end",
         "      three",
         "      /a/long/path",
     ]
-
-
-@pytest.mark.parametrize(
-    "text", ["\u4e2d\u6587" * 30 + " END", "x" * 70 + " \u4e2d " + "y" * 70], ids=["wide", "mixed"]
-)
-def test_wrapped_texts_keep_every_character(text: str) -> None:
-    """Of wide characters, too: a word with the space after it is wider than its column."""
-    table = text_table([("a", text), ("", "b")], widths=(4, 8))
-    assert "".join(table).replace(" ", "") == f"a{text}b".replace(" ", "")
+    for text in ("\u4e2d\u6587" * 30 + " END", "x" * 70 + " \u4e2d " + "y" * 70):  # wider than the column
+        table = text_table([("a", text), ("", "b")], widths=(4, 8))
+        assert "".join(table).replace(" ", "") == f"a{text}b".replace(" ", "")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ def check_last_session(cache: Path = CACHE) -> None:
 def main(flags: list[str]) -> int:
     """Run the failed tests again, each by its name; pytest's exit code."""
     check_last_session()
-    again = ["--last-failed", "-n", "0", "-v", "--continue-on-collection-errors"]
+    again = ["--last-failed", "--last-failed-no-failures=none", "-n", "0", "-v"]
+    again.append("--continue-on-collection-errors")
     return subprocess.call([sys.executable, "-m", "pytest", *again, *flags])
 
 

@@ -142,19 +142,6 @@ def test_a_lock_that_its_owner_has_deleted_does_not_count(
         pass
 
 
-def test_an_existing_output_is_kept_without_overwrite(convert: Convert, tmp_path: Path) -> None:
-    """But an empty folder is an output."""
-    output = tmp_path / "output"
-    output.mkdir()
-    convert(output, Settings())
-    before = output.stat().st_ino
-    with pytest.raises(ConfigError, match="exists; --overwrite replaces it"):
-        convert(output, Settings())
-    assert output.stat().st_ino == before
-    convert(output, OVERWRITE)
-    assert output.stat().st_ino != before
-
-
 def test_two_runs_at_once(convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on NFS, which locks only what is open for writing: no folder."""
     flock = fcntl.flock

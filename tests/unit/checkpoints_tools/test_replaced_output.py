@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import to_hf, to_megatron
 from checkpoints_tools.core import atomic_output
-from tests.unit.checkpoints_tools.conftest import OVERWRITE, Convert
+from tests.unit.checkpoints_tools.conftest import OVERWRITE, Convert, in_a_child
 
 Target = Callable[[Path, Path], object]
 
@@ -117,6 +118,27 @@ def write(output: Path, text: str) -> None:
     with atomic_output.atomic_output(atomic_output.check_output(output, True, [])) as folder:
         (folder / "config.json").write_text(text)
         (folder / "weights").write_text(text)
+
+
+@pytest.mark.parametrize("first", [MARK, "config.json", "weights"])
+def test_a_kill_while_the_old_output_is_deleted_blocks_no_later_one(tmp_path: Path, first: str) -> None:
+    """Whichever of its files was deleted first."""
+    output = tmp_path / "output"
+    write(output, "old")
+
+    def killed() -> None:
+        def dies(folder: Path, **_: object) -> None:
+            os.unlink(folder / first)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        shutil.rmtree = dies  # type: ignore[assignment]
+        write(output, "killed")
+
+    assert os.WTERMSIG(in_a_child(killed)) == signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 3  # with the lock that it held
+    write(output, "new")
+    assert (output / "weights").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [output]
 
 
 def test_an_old_output_that_cannot_be_deleted_fails_nothing(

@@ -138,7 +138,11 @@ def _unusable(target: Any) -> str | None:
     """Return the kind of a callable that returns no number (class, async function, generator), or None."""
     if inspect.isclass(target):
         return "a class, whose calls make objects"
-    called = target if inspect.isroutine(target) else type(target).__call__
+    called = target
+    while isinstance(called, partial):
+        called = called.func
+    if not inspect.isroutine(called):
+        called = type(called).__call__
     if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
         return "an async function"
     return "a generator function" if inspect.isgeneratorfunction(called) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 import subprocess
@@ -94,6 +95,7 @@ class _Later:
 
 
 LATER = _Later()
+LATER_IN_PART = functools.partial(functools.partial(later))
 
 
 def in_steps(prompt: Any, response: str) -> Iterator[float]:

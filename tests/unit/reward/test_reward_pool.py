@@ -122,6 +122,7 @@ async def test_a_failure_has_its_traceback_and_its_place() -> None:
         ("of_verl", "missing a required argument.*for verl's functions: docs/customize.md#files-of-verl"),
         ("later", "is an async function.*make it a plain function"),
         ("LATER", "is an async function"),
+        ("LATER_IN_PART", "is an async function"),
         ("in_steps", "is a generator function.*make it a plain function"),
         ("Verdict", "is a class, whose calls make objects.*make it a plain function"),
         ("nothing", "tests.support.reward_functions has no function nothing"),

@@ -136,11 +136,11 @@ def built_in(reward: RewardConfig) -> BuiltIn:
 
 def _unusable(target: Any) -> str | None:
     """Return the kind of a callable that returns no number (class, async function, generator), or None."""
-    if inspect.isclass(target):
-        return "a class, whose calls make objects"
     called = target
     while isinstance(called, partial):
         called = called.func
+    if inspect.isclass(called):
+        return "a class, whose calls make objects"
     if not inspect.isroutine(called):
         called = type(called).__call__
     if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):

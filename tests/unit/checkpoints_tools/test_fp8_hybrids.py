@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,12 +16,13 @@ from bapo_megatron.hf.fp8 import modules_in_bfloat16, quantized_names
 from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.rollout.engines.local_engine import LocalModel
+from bapo_megatron.types import GenerateRequest, SamplingParams
 from checkpoints_tools import to_hf, to_megatron, verify
 from tests.support.checkpoint_models import load_tensors, save_tensors
 from tests.support.fp8 import in_bfloat16, is_quantized, quantize, save_fp8_folder
 from tests.support.models import EXPERT_HYBRID, HYBRID, HYBRIDS
 from tests.unit.checkpoints_tools.test_hybrid_folders import save_multimodal
-from tests.unit.rollout.test_local_decoding import group_requests, loaded
+from tests.unit.rollout.test_local_decoding import loaded
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 64}
 SIZES |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
@@ -136,14 +138,16 @@ def test_transformers_loads_a_written_folder(
 
 def test_the_embedded_engine_reads_a_published_folder(tmp_path: Path) -> None:
     """And loads it as an evaluation does, with what is not trained."""
+    prompts, settings = ([3, 4, 5], [6, 7]), SamplingParams(1.0, 9, (1,), 7)
+    requests = [GenerateRequest(f"{n}-0", np.array(ids, np.int32), settings) for n, ids in enumerate(prompts)]
     model = LocalModel(published(tmp_path / "hf", EXPERT_HYBRID), max_batch=4)
-    before = model.generate(group_requests()[:2])
+    before = model.generate(requests)
     asyncio.run(loaded(model, tmp_path / "hf"))
-    after = model.generate(group_requests()[:2])
+    after = model.generate(requests)
     model.close()
     to_megatron(tmp_path / "hf", tmp_path / "megatron")
     to_hf(tmp_path / "megatron", tmp_path / "plain back")
     plain = LocalModel(tmp_path / "plain back", max_batch=4)
-    for one, two, wanted in zip(before, after, plain.generate(group_requests()[:2]), strict=True):
+    for one, two, wanted in zip(before, after, plain.generate(requests), strict=True):
         assert one.log_probs_R.tolist() == two.log_probs_R.tolist() == wanted.log_probs_R.tolist()
     plain.close()

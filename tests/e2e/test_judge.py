@@ -120,7 +120,11 @@ def test_a_policy_learns_from_a_teacher_and_again_from_the_journal(
     teacher: ServerProcess, tmp_path: Path
 ) -> None:
     run_dir, url = tmp_path / "run", teacher.url
-    flags = ("--steps=2", "--algorithm.distillation.coefficient=0.5", f"--algorithm.distillation.urls={url}")
+    flags = (
+        *("--steps=2", f"--model.hf-path={ROOT / 'recipes/demo/policy_rambles'}"),
+        "--rollout.drop-uniform-groups=False",
+        *("--algorithm.distillation.coefficient=0.5", f"--algorithm.distillation.urls={url}"),
+    )
     finish(start(run_dir, *flags))
     model = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32)
     batch = read_step(run_dir / "journal", 1)

@@ -156,7 +156,12 @@ def test_a_real_server_samples_it(model: Path, room: Path) -> None:
 def test_a_step_that_is_made_again_is_bitwise_equal(model: Path, room: Path) -> None:
     """As after a kill: the checkpoint of the last step is not there. (Kills: test_runs.py.)"""
     run_dir = room / "run"
-    flags = ("--steps=2", "--algorithm.updates-per-epoch=1", "--checkpoint.every=1")
+    flags = (
+        "--steps=2",
+        "--algorithm.updates-per-epoch=1",
+        "--checkpoint.every=1",
+        "--checkpoint.keep-last=2",
+    )
     finish(start(model, room, run_dir, *flags))
     logs = [results(run_dir, name) for name in ("metrics.jsonl", "updates.jsonl")]
     theirs = load_file(run_dir / "export" / WEIGHTS)

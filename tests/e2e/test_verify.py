@@ -26,7 +26,6 @@ from bapo_megatron.types import TokenStats
 from tests.support.forked_commands import start_bapo
 from tests.support.models import save_nearly_tied_experts, save_tiny_model
 from tests.support.tiers import slow_but
-from tests.unit.checkpoints_tools.test_hybrid_folders import save_multimodal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
 
@@ -83,13 +82,6 @@ def test_a_sound_layout(
         assert line.endswith("ok")
     assert re.search(r"all 6 quantities agree over \d{3} tokens of \d+ samples", printed)
     assert list(tmp_path.iterdir()) == []  # no run directory
-
-
-@pytest.mark.slow
-def test_a_multimodal_hybrid_at_tp2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Vision and MTP head of the folder are not the policy's."""
-    assert verify(save_multimodal(tmp_path / "hf"), "--parallel.tensor=2") == 0, output(capfd)
-    assert "all 6 quantities agree" in output(capfd)
 
 
 @pytest.fixture(scope="module")

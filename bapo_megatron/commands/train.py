@@ -85,12 +85,10 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
     from bapo_megatron.policy.layout import parallel_processes
     from bapo_megatron.rollout.engines.backend import engine_backend
     from bapo_megatron.runtime.device import should_have_gpu
-    from bapo_megatron.runtime.garbage import keep_imports
     from bapo_megatron.train import train
     from bapo_megatron.trainer.build import open_run
     from bapo_megatron.trainer.resume import pin_threads, read_begun
 
-    keep_imports()  # a save collects garbage
     if config.rollout.replay is None:  # a replay has no engines
         engine_backend(config.rollout.engine).prepare_process(config.rollout, should_have_gpu())
     # Stop signals first: one that arrives while process groups form must not kill a single rank. The lock

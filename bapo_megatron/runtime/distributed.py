@@ -40,6 +40,7 @@ from bapo_megatron.runtime.exit_codes import (
     skip_teardown,
     skips_teardown,
 )
+from bapo_megatron.runtime.garbage import keep_imports
 from bapo_megatron.runtime.guards import death
 from bapo_megatron.runtime.http import LOOPBACK
 from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
@@ -220,6 +221,7 @@ def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
     After an error of this rank alone NCCL groups are not destroyed: the process reports the error and exits
     immediately, and the launcher ends the other ranks.
     """
+    keep_imports()  # a rank has imported all; each save collects garbage
     # gloo connects all pairs of members in each later group, megatron's included: 600 descriptors on a rank
     # among 128, before NCCL's own.
     allow_open_files()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
+from yarl import URL
 
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.sent_weights import TensorDigests
@@ -27,6 +28,10 @@ _LONG_REPLY_BYTES = 500_000
 """Reply size (about ten thousand tokens) from which decoding, which takes milliseconds, runs in a thread."""
 
 _MODEL_MEMORY, _CACHE_MEMORY = ("weights", "cuda_graph"), "kv_cache"
+
+_KEEP_NAMES_S = 3600
+"""Seconds for which a server's resolved address is cached while it accepts connections. By default aiohttp
+resolves it every 10 s: if a name server failed for half a minute, all engines would lose their requests."""
 
 _READ_BYTES = 1 << 20
 """Unread reply bytes at which aiohttp stalls the server; at its 64 kB replies with routes stall often."""
@@ -49,7 +54,9 @@ def http_session() -> aiohttp.ClientSession:
     """Return the session that all ``SglangServer`` clients of one event loop share; call it within the loop.
     Each call has a connection of its own, of any number: a server may close a kept one just as a call reuses
     it, and most calls must not be repeated."""
-    connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_kept_alive_socket)
+    connector = aiohttp.TCPConnector(
+        limit=0, force_close=True, ttl_dns_cache=_KEEP_NAMES_S, socket_factory=_kept_alive_socket
+    )
     return aiohttp.ClientSession(connector=connector, read_bufsize=_READ_BYTES, auto_decompress=False)
 
 
@@ -250,12 +257,21 @@ class SglangServer:
                     raise self._refusal(url, answer.status, content)
                 return content
         except aiohttp.ConnectionTimeoutError:
+            self._forget_address()
             raise ServerError(f"{url}: no connection within {_CONNECT_S:g} s") from None
         except TimeoutError as error:
             raise ServerError(f"{url}: no answer within {timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             self._authorization.forget()
+            if isinstance(error, aiohttp.ClientConnectorError):
+                self._forget_address()
             raise ServerError(f"{url}: {type(error).__name__}: {error}") from error
+
+    def _forget_address(self) -> None:
+        """Resolve the server's address again at its next connection: it may have moved."""
+        parts, connector = URL(self.url), self._session.connector
+        assert isinstance(connector, aiohttp.TCPConnector)
+        connector.clear_dns_cache(parts.host, parts.port)
 
     def _refusal(self, url: str, status: int, content: bytes) -> ServerError:
         message = f"{url}: status {status}: {content[:500].decode(errors='replace')}"

@@ -195,7 +195,9 @@ class SamplerLoop:
         for event in events:
             self._state.apply(event)
             self._act_on(event)
-        changed = [(one.group, one.sample) for one in (*segments, *answers, *restarts)]
+        changed = [(one.group, one.sample) for one in segments]
+        changed += [(one.group, one.sample) for one in answers]
+        changed += [(one.group, one.sample) for one in restarts]
         for group, sample in changed:
             self._continue(group, sample)
         for group in {group.number: group for group, _ in changed}.values():

@@ -38,7 +38,7 @@ class Forking(LoopEnvironment):
         talk = Conversation(self.task.messages, self.role, self.question)
         first = [[PROMPT], [user("left")], [{"role": "developer", "content": "Be brief."}, user("right")]]
         Forking.arrivals += 1
-        order = [(place + Forking.arrivals) % 3 for place in range(3)]
+        order = [(1, 2, 0), (2, 1, 0)][Forking.arrivals % 2]
         found = await asyncio.gather(*(talk.answer(first[place]) for place in order))
         one, left, right = (str(found[order.index(place)]) for place in range(3))
         assert one == "one", "the dataset's prompt is the first, whichever came first"

@@ -38,6 +38,28 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bapo_megatron.rollout.sampler.held_out._POLL_S", 0.02)
 
 
+def sample(engine: ScriptedEngine, samples: int, keep: Any, lost_minutes: float = 5.0) -> None:
+    async def everything() -> None:
+        pool = EnginePool([engine], 2, lambda kind, **fields: None, EngineTimeouts(heartbeat_s=0.01))
+        await pool.update(Path(), 1)
+        try:
+            prompt = Prompt(0, np.array([0], np.int32), "0", "t")
+            params = Sampling(temperature=1.0, max_response_tokens=20, seed=3, stop_token_ids=(EOS,))
+            sampler = SuiteSampler([prompt], Letters(), pool, Equal(), params, 1, lost_minutes)
+            await asyncio.wait_for(sampler.ask([(0, one) for one in range(samples)], keep), 60)
+        finally:
+            await pool.close()
+
+    asyncio.run(everything())
+
+
+def test_samples_of_a_problem_have_seeds_of_their_own() -> None:
+    engine, rows = ScriptedEngine(lambda *_: "\\boxed{0}"), list[Any]()
+    sample(engine, 4, rows.extend)
+    assert [(one["sample"], one["correct"]) for one in sorted(rows, key=str)] == [(n, True) for n in range(4)]
+    assert len({request.params.seed for request in engine.asked}) == 4
+
+
 @pytest.mark.parametrize(
     ("error", "lost_minutes", "says"),
     [
@@ -57,19 +79,8 @@ def test_what_ends_an_evaluation(
     def full(rows: Sequence[Any]) -> None:
         raise RunStopped("the disk is full")
 
-    async def ask() -> None:
-        pool = EnginePool([engine], 2, lambda kind, **fields: None, EngineTimeouts(heartbeat_s=0.01))
-        await pool.update(Path(), 1)
-        try:
-            prompt = Prompt(0, np.array([0], np.int32), "0", "t")
-            params = Sampling(temperature=1.0, max_response_tokens=20, seed=3, stop_token_ids=(EOS,))
-            sampler = SuiteSampler([prompt], Letters(), pool, Equal(), params, 1, lost_minutes)
-            await asyncio.wait_for(sampler.ask([(0, 0)], full), 60)
-        finally:
-            await pool.close()
-
     monkeypatch.setattr("bapo_megatron.rollout.engines.pool._MAX_BACKOFF_S", 0.0)
     engine = ScriptedEngine(lambda *_: "\\boxed{0}")
     engine.trouble = fail
     with pytest.raises(RunStopped, match=says):
-        asyncio.run(ask())
+        sample(engine, 1, full, lost_minutes)

@@ -91,8 +91,11 @@ def test_calls_in_json_and_their_mistakes() -> None:
 def test_the_walls_of_the_sandbox() -> None:
     """Those of tested programs (test_sandbox_walls.py): no file of the run, no process; a limit of memory."""
     found = said(
-        *(f"open({__file__!r})", "import subprocess\nsubprocess.run(['ls'])", "x = bytearray(10**10)"),
-        *("x = ", "raise SystemExit('bye')"),
+        f"open({__file__!r})",
+        "import subprocess\nsubprocess.run(['ls'])",
+        "x = bytearray(10**10)",
+        "x = ",
+        "raise SystemExit('bye')",
     )
     ends = [str(one).splitlines()[-1].split(":")[0] for one in found]
     assert ends[:3] == ["FileNotFoundError", "PermissionError", "MemoryError"]

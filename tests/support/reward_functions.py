@@ -89,12 +89,6 @@ class _Object:
 OBJECT = _Object()
 
 
-class _Later:
-    async def __call__(self, prompt: Any, response: str) -> float:
-        return 0.5
-
-
-LATER = _Later()
 LATER_IN_PART = functools.partial(functools.partial(later))
 
 

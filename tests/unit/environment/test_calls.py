@@ -18,7 +18,6 @@ ADD = '<tool_call>\n{"name": "add", "arguments": {"a": "1"}}\n</tool_call>'
 @pytest.mark.parametrize(
     ("turn", "calls"),
     [
-        ("no call", []),
         (f"text {ADD} more {ADD}", [Call("add", {"a": "1"})] * 2),
         ('<tool_call>{"name": "add"}', [Call("add", {})]),
         (f"<think>{ADD}</think>done", []),

@@ -104,14 +104,6 @@ def test_a_template_that_keeps_the_turns_passes(role: str) -> None:
     check_template(ObservationTemplate(tokenizer(), role, [CLOSE]), "models/ours")
 
 
-def test_a_template_that_opens_the_thinking_part() -> None:
-    """The turn's content has what the prompt has written of it already."""
-    opening = OPENING.replace("assistant\n", "assistant\n<think>\n")
-    check = ObservationTemplate(tokenizer(CHATML + opening), "user", [CLOSE])
-    assert check.difference(["<think>\nHm.\n</think>\n\n5"]) is None
-    check_template(check, "models/ours")  # no turn is without one
-
-
 REASONING = "{% set parts = m.content.split('</think>') %}"
 THOUGHT = "{{ parts[0].split('<think>')[-1].strip('\n') if parts|length > 1 else '' }}"
 ALWAYS = (

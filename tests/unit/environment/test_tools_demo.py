@@ -15,30 +15,20 @@ from tests.support.scripted_episodes import check_durable, play
 DEMO = ROOT / "recipes/demo"
 
 
-def test_the_recipe_of_the_real_model_and_its_example() -> None:
-    """The calculator answers the example's call as the example says; the answer ends its episode."""
-    run = load_recipe(ROOT / "recipes/demo_real_tools.py", RunConfig)
-    run.check()
-    (_, question), (_, call), (_, value), (_, answer) = runpy.run_path(str(DEMO / "make_worked.py"))[
-        "EXAMPLE"
-    ]
-    task = Task([{"role": "user", "content": question}])
-    replies = play(Calculator, task, run.environment.settings, [call, answer])
-    assert [reply.observation for reply in replies] == [value, None]
-    assert call in question
-
-
-def test_the_agent_program_of_its_recipe_is_a_calculator_too() -> None:
-    run = load_recipe(ROOT / "recipes/demo_agent.py", RunConfig)
-    run.check()
+def test_the_recipes_of_the_real_model_and_their_example() -> None:
+    """The calculator answers the example's call as the example says, and so does the agent program."""
     make = runpy.run_path(str(DEMO / "make_worked.py"))
     (_, question), (_, call), (_, value), (_, answer) = make["EXAMPLE"]
+    assert call in question
+    for name, kind in (("demo_real_tools", Calculator), ("demo_agent", EndpointEnvironment)):
+        run = load_recipe(ROOT / f"recipes/{name}.py", RunConfig)
+        run.check()
+        task = Task([{"role": "user", "content": question}])
+        replies = play(kind, task, run.environment.settings, [call, answer])
+        assert [reply.observation for reply in replies] == [value, None]
     line = json.dumps({"prompt": [{"role": "user", "content": "98 - 76 ="}]})
     [row] = make["worked"]([line], "user")
     assert [one["role"] for one in row["prompt"]] == ["system", *["user", "assistant"] * 2, "user"]
-    task = Task([{"role": "user", "content": question}])
-    replies = play(EndpointEnvironment, task, run.environment.settings, [call, answer])
-    assert replies == [Reply(value), Reply(None)]
 
 
 PAGE = ROOT / "docs/environments.md"

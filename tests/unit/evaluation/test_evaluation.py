@@ -35,7 +35,7 @@ from bapo_megatron.evaluation.responses import (
     open_folder,
     read_responses,
 )
-from bapo_megatron.evaluation.run import evaluate, find_checkpoint, hf_model, model_digest, output_of
+from bapo_megatron.evaluation.run import evaluate, find_checkpoint, hf_model, model_digest
 from bapo_megatron.evaluation.scoring import ScoredResponse
 from bapo_megatron.evaluation.suite_task import SuiteTask, open_task
 from bapo_megatron.evaluation.unjudged import score_again, unjudged_responses
@@ -43,7 +43,6 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.trainer.suites import load_suites
 from bapo_megatron.types import Prompt
-from checkpoints_tools.formats.locate import Format
 from checkpoints_tools.hf_to_megatron import to_megatron
 from tests.unit.evaluation.test_suite_sampler import Equal
 
@@ -242,15 +241,6 @@ def test_the_digest_of_a_model_is_of_what_it_says(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text('{"weight_map": {"weight": "model-1.safetensors"}}')
     digests.add(model_digest(tmp_path))
     assert len(digests) == 5
-
-
-def test_where_results_go() -> None:
-    location = find_checkpoint(MODEL, "latest")
-    assert output_of(location) == Path("evaluations/demo_policy")
-    of_run = replace(
-        location, format=Format.TORCH_DIST, folder=Path("/runs/mine/checkpoints/step_000120/policy")
-    )
-    assert output_of(of_run) == Path("evaluations/mine_step_000120")
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:

@@ -27,10 +27,8 @@ TWO = "class Solution:\n    def two(self, nums: List[int], target: int) -> List[
 
 MIRROR = json.dumps(
     {
-        "functional": "def check(candidate):\n"
-        "    assert is_same_tree(candidate(tree_node([1, 2, 3, None, 4])),\n"
-        "        tree_node([1, 3, 2, None, None, 4]))\n"
-        "check(Solution().mirrored)"
+        "functional": "def check(turn):\n    assert is_same_tree(turn(tree_node([1, 2, 3, None, 4])), "
+        "tree_node([1, 3, 2, None, None, 4]))\ncheck(Solution().mirrored)"
     }
 )
 TURNED = """class Solution:
@@ -170,7 +168,6 @@ ATTACKS = {
     "loop in C": "9 ** (9 ** 9)",
     "ten gigabytes piecemeal": "x = [bytearray(1 << 20) for _ in range(10240)]" + SOLVED,
     "endless output that catches": "while True:\n    try: print('x' * 10000, flush=True)\n    except: pass",
-    "killed by itself": "import ctypes; ctypes.string_at(0)",
     "huge file": "f = open('big', 'wb')\nwhile True: f.write(bytes(1 << 20))",
     "deep recursion": "import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(n): return repr([f(n + 1)])\nf(0)"
     + SOLVED,

@@ -71,7 +71,6 @@ FORGERIES = {
 
 COMPARED_WITH_TRUE = [
     "assert (abs(f(1) - 0.5) < 1e-6) == True",
-    "assert all(x > 3 for x in [f(2)]) == True",
     "assert False == (f(2) < 3)",
 ]
 

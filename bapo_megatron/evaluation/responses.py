@@ -48,6 +48,8 @@ def open_folder(folder: Path, settings: Row) -> Iterator[Responses]:
     with only_writer(folder):
         if (folder / SETTINGS).exists():
             _check_settings(folder / SETTINGS, settings)
+        elif leftovers := [name for name in (RESPONSES, SUMMARY) if (folder / name).exists()]:
+            raise ConfigError(f"{folder} holds {leftovers[0]} without {SETTINGS}: name another --output")
         write_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
         log = Responses(folder / RESPONSES)
         try:

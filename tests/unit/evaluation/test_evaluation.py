@@ -32,6 +32,7 @@ from bapo_megatron.evaluation.responses import (
     FORMAT,
     RESPONSES,
     SETTINGS,
+    SUMMARY,
     open_folder,
     read_responses,
 )
@@ -158,6 +159,16 @@ def test_other_settings_are_refused_and_more_samples_and_another_release_are_not
     with open_folder(tmp_path, {**settings(samples=4), "code_version": "0.2"}):
         found = json.loads((tmp_path / SETTINGS).read_text())
         assert (found["samples"], found["code_version"]) == (4, "0.2")
+
+
+@pytest.mark.parametrize("name", [RESPONSES, SUMMARY])
+def test_files_that_no_evaluation_wrote_stay(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine, without an end of line")
+    refused = pytest.raises(ConfigError, match=rf"holds {name} without {SETTINGS}: name another --output")
+    with refused, open_folder(tmp_path, settings()):
+        pass
+    assert (tmp_path / name).read_text() == "mine, without an end of line"
+    assert not (tmp_path / SETTINGS).exists()
 
 
 class Pool(Equal):

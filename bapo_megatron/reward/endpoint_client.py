@@ -254,6 +254,10 @@ def _now() -> float:
 
 
 def _words(error: BaseException) -> str:
+    import aiohttp
+
+    if isinstance(error, aiohttp.InvalidURL):  # its text is the address, which may have a password
+        return type(error).__name__
     # The texts of some errors have the address, whose query may hold a key.
     return re.sub(r"\?[^\s'\"]*", "", without_key(str(error) or type(error).__name__, ""))
 

@@ -209,8 +209,9 @@ class EventSender:
         """On the monotonic clock; None until the run has ended."""
         self._keys = [hashlib.sha256(target.encode()).hexdigest()[:12] for target in order.targets]
         self._boxes = [Outbox(partial(self._send, target)) for target in order.targets]
-        sent = self._paths.on_event
-        stored: dict[str, int] = json.loads(sent.read_text())["sent"] if sent.exists() else {}
+        stored: dict[str, int] = {}
+        with suppress(OSError, ValueError, KeyError):  # without positions new targets begin at this start
+            stored = json.loads(self._paths.on_event.read_text())["sent"]
         # Smaller than a position if a lost node had its last lines.
         size = _status(self._paths.events, "st_size")
         starts = (stored.get(key, order.offset) for key in self._keys)
@@ -229,6 +230,8 @@ class EventSender:
         with suppress(OSError), self._paths.events.open("rb") as file:
             file.seek(self._read)
             block = file.read(_BLOCK)
+            if b"\n" not in block and len(block) == _BLOCK:
+                self._read += len(block)  # an event that long is not sent
             for line in block.split(b"\n")[:-1]:  # a damaged line may contain a carriage return
                 self._take(line, self._read)
                 self._read += len(line) + 1

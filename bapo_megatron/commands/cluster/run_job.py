@@ -222,11 +222,12 @@ def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> dict[Path, in
 
 def _read_log(path: Path, begin: int) -> tuple[str, int]:
     """Return a log's text from byte ``begin``, counted from its end if negative, and where it ends: from its
-    start if it is shorter."""
-    with path.open("rb") as file:
+    start if it is shorter, nothing if it has been deleted since it was listed."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, begin + size * (begin < 0)) if begin <= size else 0)
         return file.read().decode(errors="replace"), file.tell()  # not the size: the log may have grown
+    return "", 0
 
 
 def follow_logs(

@@ -100,6 +100,9 @@ async def _try(environment: EnvironmentConfig, prompt: Prompt, section: str, wha
         if _fails_on_any_turn(result):
             settings = json.dumps(config.settings)[:_SETTINGS_SHOWN]
             return environment_row("problem", found, f"{mend}; {section}.settings is {settings}")
+        if result.failure == "time" and environment.step_limit_s > limit_s:
+            fix = f"none if {section}.step_limit_s={environment.step_limit_s:g} is meant; else lower it"
+            return environment_row("optional", f"{found}; longer was not waited", fix)
         limits = " and ".join(f"{section}.{name}" for name in ("step_limit_s", "memory_limit_mb"))
         fix = f"a run continues, and this response fails (reward.on_failure); if it should not, {mend}"
         return environment_row("optional", found, f"{fix}; {limits} are its limits, here {limit_s:g} s")

@@ -2,10 +2,11 @@
 
     python -m bapo_megatron.commands.doctor.recipe RECIPE [flags]
 
-``check_recipe`` starts this child, and returns the recipe's rows and a ``RecipeFacts``. The child prints one
-JSON object: `problems`; `facts` for the other sections, null if the recipe cannot be loaded; `trials`, the
-rows of each source's reward and environment. A reward trial scores one response to the source's first row, as
-a run would; a failing reward becomes a row, not an exception. The child exits with code 2 if a flag is wrong.
+``check_recipe`` starts this child, and returns the recipe's rows and a ``RecipeFacts``. The child prints a
+JSON object before its trials and one at its end, and the parent reads the last: `problems`; `facts` for the
+other sections, null if the recipe cannot be loaded; `trials`, the rows of each source's reward and
+environment, null before them. A reward trial scores one response to the source's first row, as a run would; a
+failing reward becomes a row, not an exception. The child exits with code 2 if a flag is wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.commands.doctor.environments import first_prompts, try_environments
-from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
+from bapo_megatron.commands.doctor.rows import DoctorRow, State, one_line
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.runtime.child_process import ChildError, run_module
 
@@ -80,15 +82,20 @@ def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], R
     if child.code == 2 and not child.output:
         raise ConfigError((child.errors or child.ended).strip())
     try:
-        answer = json.loads(child.output)
-    except ValueError:
+        answer = json.loads(child.output.splitlines()[-1])
+    except (IndexError, ValueError):
         found = one_line(child.reason() or "its check printed nothing")
         fix = f"bapo train {recipe} shows the whole error; "
         fix += "most often a package of the first section is broken"
         return [DoctorRow(SECTION, str(recipe), "problem", found, "a recipe that can be checked", fix)], None
     facts = RecipeFacts(**answer["facts"]) if answer["facts"] else None
-    trials = (DoctorRow(**row) for row in answer["trials"])
-    return [*recipe_rows(str(recipe), answer["problems"]), *trials], facts
+    rows = list(recipe_rows(str(recipe), answer["problems"]))
+    if answer["trials"] is None:
+        found = f"its process did not end them: {one_line(child.reason() or 'it told nothing')}"
+        fix = "try them by hand (docs/rewards.md, docs/environments.md): a run may end as they did"
+        rows.append(DoctorRow(SECTION, "trials", "optional", found, "an answer of each source", fix))
+        return rows, facts
+    return [*rows, *(DoctorRow(**row) for row in answer["trials"])], facts
 
 
 def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
@@ -112,11 +119,18 @@ def main(arguments: Sequence[str]) -> None:
     problems: list[str] = []
     facts: RecipeFacts | None = None
     trials: list[DoctorRow] = []
+
+    def tell(of_trials: list[DoctorRow] | None) -> None:
+        rows = None if of_trials is None else [asdict(row) for row in of_trials]
+        told = {"problems": problems, "facts": facts and asdict(facts), "trials": rows}
+        print(json.dumps(told), file=answers, flush=True)
+
     try:
         config = recipe_config("doctor", RunConfig, arguments)
         passed: list[object] = []
         problems += problems_of(config, passed)
         facts = facts_of(config)
+        tell(None)
         rewards = (try_reward(config, prompt) for prompt in first_prompts(passed).values())
         # The checks have already reported the problems of sandbox, placement and reward.
         found = (*_turn_end(config), *placement_rows(config), *rewards)
@@ -124,9 +138,7 @@ def main(arguments: Sequence[str]) -> None:
         trials += try_environments(config, passed)
     except ConfigError as error:
         problems.append(str(error))
-    told = {"problems": problems, "facts": facts and asdict(facts), "trials": [*map(asdict, trials)]}
-    answers.write(json.dumps(told))
-    answers.close()
+    tell(trials)
 
 
 def _turn_end(config: RunConfig) -> list[DoctorRow]:
@@ -152,8 +164,8 @@ def _turn_end(config: RunConfig) -> list[DoctorRow]:
 
 
 def placement_rows(config: RunConfig) -> list[DoctorRow]:
-    """Return a row if servers that the run starts find no GPUs beside its training on this machine, which a
-    job on Slurm gives them, else []."""
+    """Return a row if servers that the run starts find no GPUs beside its training on this machine, else [].
+    It is a problem only where no job can give them nodes of their own: without Slurm, and with GPUs left."""
     from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
     from bapo_megatron.trainer.preflight import gpus_and_ranks
 
@@ -162,8 +174,10 @@ def placement_rows(config: RunConfig) -> list[DoctorRow]:
     problem = placement_problem(rollout, gpus, ranks) if starts and gpus else None
     if problem is None:
         return []
+    may_be_of_job = ranks >= gpus or "SLURM_JOB_ID" in os.environ or shutil.which("sbatch") is not None
+    state: State = "optional" if may_be_of_job else "problem"
     fix = "bapo submit with rollout_nodes in the cluster file; on this machine alone as it says"
-    return [DoctorRow(SECTION, "GPU placement", "optional", problem, "nodes of their own for servers", fix)]
+    return [DoctorRow(SECTION, "GPU placement", state, problem, "nodes of their own for servers", fix)]
 
 
 def try_reward(config: RunConfig, prompt: Prompt) -> DoctorRow:

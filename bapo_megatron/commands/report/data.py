@@ -31,6 +31,8 @@ class MetricTable:
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self._columns: dict[str, array[float]] = {}
+        self._begins: dict[str, int] = {}
+        """Index of the first row that has the name, be it null."""
         self._length = 0
         self.last: Row = {}
         """Last row as logged; empty without rows."""
@@ -38,6 +40,7 @@ class MetricTable:
             for name, value in row.items():
                 if (column := self._columns.get(name)) is None:
                     column = self._columns[name] = array("d")
+                    self._begins[name] = self._length
                 if (absent := self._length - len(column)) > 0:
                     column.extend([nan] * absent)
                 column.append(nan if value is None else value)
@@ -54,12 +57,13 @@ class MetricTable:
 
     def column(self, name: str) -> np.ndarray:
         """Return a metric's values, one per row, NaN where missing. Earlier versions logged ``sampled/NAME``
-        as NAME, since all their metrics covered all samples."""
+        as NAME, since all their metrics covered all samples: so do rows before the first ``sampled/NAME``."""
         values = np.full(self._length, np.nan)
         known = self._columns.get(name, ())
         values[: len(known)] = known
         if name.startswith("sampled/"):
-            values = np.where(np.isnan(values), self.column(name.removeprefix("sampled/")), values)
+            earlier = slice(self._begins.get(name, self._length))
+            values[earlier] = self.column(name.removeprefix("sampled/"))[earlier]
         return values
 
     def known(self, name: str) -> np.ndarray:

@@ -40,11 +40,10 @@ class Line:
     thick: Series
     """Moving mean by step."""
 
-    @property
-    def shown(self) -> np.ndarray:
-        """Values that the axis must show."""
+    def shown(self, panel: Panel) -> np.ndarray:
+        """Return the values that the panel's axis must show."""
         thin, thick = (line.value[np.isfinite(line.value)] for line in (self.thin, self.thick))
-        return np.concatenate([_without_outliers(thin), thick])
+        return np.concatenate([thin if panel.y_scale == "spikes" else _without_outliers(thin), thick])
 
 
 def line_of(run: RunRecord, curve: Curve) -> Line:

@@ -155,7 +155,7 @@ def _frame(
     margin = max((last - first) * 0.02, 0.5)
     axes.set_xlim(first - margin, last + margin)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-    values = np.concatenate([line.shown for line in lines])
+    values = np.concatenate([line.shown(panel) for line in lines])
     if len(values):
         frame_values(axes, panel, values, shaded)
     else:

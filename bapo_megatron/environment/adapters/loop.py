@@ -51,8 +51,9 @@ class LoopEnvironment(Environment):
 
     async def play(self, ask: Ask) -> float | None:
         """Play the episode: ``await ask(observation)`` returns the model's next turn. Returning ends the
-        episode, with the reward, or None for ``reward.function`` to judge the last turn. For equal answers it
-        must ask equal questions, or the response starts over after a kill."""
+        episode, with the reward, or None for ``reward.function`` to judge the last turn. Questions that are
+        asked at the same time are turns of one conversation, in their order. For equal answers it must ask
+        equal questions, or the response starts over after a kill."""
         raise NotImplementedError
 
     async def step(self, turn: str) -> Reply:

@@ -191,7 +191,8 @@ async def _body(request: web.Request) -> dict[str, Any]:
 async def _deliver(
     request: web.Request, protocol: Protocol, body: dict[str, Any], answer: asyncio.Task[Answered]
 ) -> web.StreamResponse:
-    """Write the answer, with pings while it takes long. Raises Refused, which takes less than a ping."""
+    """Write the answer, with pings while it takes long. Raises Refused, and after a ping, which has sent a
+    status, ConnectionError: the client tries again and reads the reason."""
     is_stream = bool(body.get("stream"))
     kind = "text/event-stream" if is_stream else "application/json"
     response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
@@ -199,7 +200,12 @@ async def _deliver(
         if not response.prepared:
             await response.prepare(request)
         await response.write(protocol.ping if is_stream else b" ")
-    turn = answer.result()
+    try:
+        turn = answer.result()
+    except Refused as refused:
+        if not response.prepared:
+            raise
+        raise ConnectionError("refused after it was kept alive") from refused
     if not response.prepared:
         await response.prepare(request)
     whole = () if is_stream else (json.dumps(protocol.whole(turn, body)).encode(),)

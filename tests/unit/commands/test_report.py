@@ -210,6 +210,8 @@ def test_headline_by_hand() -> None:
     mixed = headline(MetricTable([{"reward/mean": None}, {"reward/mean": 0.25}, {"time/step_s": None}, now]))
     assert (mixed["reward_first"], mixed["reward_last"]) == (0.25, 0.75)
     assert headline(MetricTable([]))["reward_first"] is None
+    unscored = MetricTable([now, {"reward/mean": 0.5, "sampled/reward/mean": None}])
+    assert np.isnan(unscored.column("sampled/reward/mean")).tolist() == [False, True]
 
 
 def test_moving_mean_by_hand() -> None:

@@ -24,6 +24,7 @@ from bapo_megatron.commands.report.panels import (
     DISTRIBUTIONS,
     EXPERT_PANELS,
     Curve,
+    Panel,
     expert_panels,
 )
 from bapo_megatron.commands.report.series import RATIO_CENTRES
@@ -125,6 +126,7 @@ def test_a_recipes_note_comes_first() -> None:
 
 VALUE, SHARE = "kind/clipped", "kind/tokens"
 CURVE = Curve(VALUE, share=SHARE)
+PANEL = Panel("file", "title", "label", (CURVE,), "caption", "paper")
 
 
 def plotted_run(*updates: tuple[int, float, float | None], tokens: float | None = 1000) -> RunRecord:
@@ -146,7 +148,10 @@ def test_few_tokens_make_no_spikes_in_a_curve() -> None:
     line = line_of(run, CURVE)
     assert list(known(line.thin).items()) == [(pytest.approx(1 / 3), 0.1), (1, 0.3)]  # steps of updates
     assert known(line.thick) == {1: pytest.approx(0.2)}
-    assert line.shown.tolist() == pytest.approx([0.1, 0.3, 0.2])  # the axis need not show the spike
+    assert line.shown(PANEL).tolist() == pytest.approx([0.1, 0.3, 0.2])  # the axis need not show the spike
+    norms = line_of(plotted_run(*((step, 1.0, 50.0 if step == 7 else 1.0) for step in range(200))), CURVE)
+    assert norms.shown(PANEL).max() < 50.0
+    assert norms.shown(replace(PANEL, y_scale="spikes")).max() == 50.0
     few = line_of(plotted_run((1, 0.05, 0.2), (2, 0.05, 0.4)), CURVE)  # throughout
     assert known(few.thin) == {1: 0.2, 2: 0.4}
     uncounted = line_of(plotted_run((1, 0.001, 0.2), (2, 0.001, 0.4), tokens=None), CURVE)

@@ -305,3 +305,31 @@ async def test_pings_keep_a_connection_alive(
     assert pings == 2 * ping
     assert b'"6"' in text
     assert text.endswith(end)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_refusal_after_pings(is_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its status is sent: the client loses its connection, asks again, and reads why."""
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.01)
+
+    class Late(Patient):
+        async def _answer(self, request: chat.ChatRequest) -> SampledTurn:
+            if request.messages[-1]["content"] != "lower":
+                return await super()._answer(request)
+            await self.go_on.wait()
+            raise chat.Refused(409, "it comes too late")
+
+        async def second(self) -> None:
+            first = asyncio.ensure_future(super().second())
+            await self.until_asked(2, clients=1)
+            body = {"messages": LOWER, "stream": is_stream}
+            async with self.session.post("chat/completions", json=body) as answer:
+                await answer.content.readexactly(1)
+                self.go_on.set()
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await answer.text()
+            await first
+            await self.post(*LOWER)
+
+    found = await asyncio.wait_for(played(Late, goes_on=False), 60)
+    assert "it comes too late" in found[-1][1]

@@ -105,9 +105,14 @@ def test_a_torn_line_is_read_once_it_is_complete_and_damaged_ones_are_passed_ove
         file.flush()
         passed(sender)
         file.write('ne", "step": 9}\nno json\n[1]\nx\ry\n{"kind": "start",\r"step": 1}\n')
-    for _ in range(3):  # what follows a carriage return is not sent again and again
+        file.write(json.dumps({"kind": "failed", "reason": 3 * (1 << 20) * "x"}) + "\n")
+    for _ in range(6):  # what follows a carriage return is not sent again and again
         passed(sender)
-    assert hook.kinds() == ["done", "start"]
+    written(run, "resume")  # after an event that is too long to be sent
+    passed(sender)
+    assert hook.kinds() == ["done", "start", "resume"]
+    (run / "on_event.json").write_text("")  # as of another hand: the sender starts
+    EventSender(order(run, hook.url))
 
 
 def test_a_log_that_lost_its_end_is_read_from_there(run: Path, hook: Webhook) -> None:

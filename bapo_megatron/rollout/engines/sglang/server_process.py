@@ -205,14 +205,16 @@ def serve(command: ServeCommand, cuda: bool) -> NoReturn:
 
 
 _REMOVER = """
-import os, shutil, sys
+import os, shutil, signal, sys
 if os.fork() == 0:
     os.setsid()
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     os.read(int(sys.argv[1]), 1)
     shutil.rmtree(sys.argv[2], ignore_errors=True)
 """
-"""Program that removes a folder when the pipe's other end is closed. A fork waits, so that it is no child of
-the server, which kills its children."""
+"""Program that removes a folder when the pipe's other end is closed. A fork waits, so that it is not a child
+of the server, which kills its children; it ignores the signals that Slurm sends to each process of a step."""
 
 
 def _remove_after_this_process(folder: str) -> None:

@@ -33,6 +33,7 @@ def make_key_file(path: Path) -> None:
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "w") as file:
+            os.fchmod(descriptor, 0o600)  # a folder's default ACL may have added permissions
             file.write(secrets.token_urlsafe(32) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -103,6 +103,7 @@ class _MemberReader:
         if len(roots) != 1:
             raise CheckpointError(f"{source} is not an archive of torch.save: it has {len(roots)} {_PICKLE}")
         self.root = roots[0]
+        self._done: dict[int, tuple[Any, Any]] = {}
 
     def read(self) -> Any:
         order = self._content("byteorder", b"little")
@@ -123,7 +124,7 @@ class _MemberReader:
         member = self.members.get(self.root + name)
         if member is None:
             raise CheckpointError(f"{self.source} has no member {name}: it is damaged")
-        if member.compress_type != zipfile.ZIP_STORED:
+        if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
             raise CheckpointError(f"{self.source}: member {name} is compressed, which torch.save never does")
         return member
 
@@ -148,16 +149,23 @@ class _MemberReader:
         return _Storage(self.start + position, dtype, elements)
 
     def _tensors(self, value: Any) -> Any:
-        """Return ``value`` with StoredTensors in place of pickled ones."""
+        """Return ``value`` with StoredTensors in place of pickled ones. Shared parts stay shared."""
+        if not isinstance(value, PickledObject | dict | list | tuple):
+            return value
+        if id(value) not in self._done:
+            # Keeps the original alive: a deleted object's id could be reused.
+            self._done[id(value)] = value, self._with_tensors(value)
+        return self._done[id(value)][1]
+
+    def _with_tensors(self, value: Any) -> Any:
         if isinstance(value, dict):
             return {key: self._tensors(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(self._tensors(inner) for inner in value)
-        if isinstance(value, PickledObject):
-            if value.class_name == "torch._utils._rebuild_tensor_v2":
-                return self._tensor(value.arguments)
-            if value.class_name == "torch._utils._rebuild_parameter" and value.arguments:
-                return self._tensors(value.arguments[0])
+        if value.class_name == "torch._utils._rebuild_tensor_v2":
+            return self._tensor(value.arguments)
+        if value.class_name == "torch._utils._rebuild_parameter" and value.arguments:
+            return self._tensors(value.arguments[0])
         return value
 
     def _tensor(self, arguments: tuple[Any, ...]) -> StoredTensor:

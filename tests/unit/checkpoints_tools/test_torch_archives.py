@@ -137,6 +137,24 @@ def test_a_zip_header_with_a_wrong_offset_is_named(tmp_path: Path) -> None:
         read(tmp_path, broken)
 
 
+def test_a_member_of_two_lengths_is_named(tmp_path: Path) -> None:
+    """In the directory: as stored, and as it would be unpacked."""
+    broken = bytearray(WHOLE)
+    record = broken.rindex(b"archive/data/0") - 46
+    assert broken[record : record + 4] == b"PK\1\2"
+    broken[record + 20 : record + 24] = (300).to_bytes(4, "little")
+    with pytest.raises(CheckpointError, match="member data/0 is compressed"):
+        read(tmp_path, broken)
+
+
+def test_a_part_that_occurs_a_billion_times_is_read_once(tmp_path: Path) -> None:
+    value: Any = [torch.zeros(1)]
+    for _ in range(30):
+        value = [value, value]
+    found = read(tmp_path, save(value))
+    assert found[0] is found[1]
+
+
 def test_a_self_containing_object_is_damage(tmp_path: Path) -> None:
     value: list[Any] = []
     value.append(value)

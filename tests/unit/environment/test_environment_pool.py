@@ -162,6 +162,17 @@ async def test_a_step_that_cannot_be_interrupted_costs_its_worker_and_no_other_e
         assert (await player.say("idle", "b")).observation == "2:b", "it was replayed"
 
 
+async def test_an_object_is_restored_from_its_history(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with playing(config("Restored", settings={"log": str(log)})) as player:
+        await player.say("e", "a")
+        await player.say("e", "b")
+        os.kill(player.processes()[0], signal.SIGKILL)
+        assert (await player.say("e", "c")).observation == "3:c"
+    before = ["e made", "e step a", "e step b"]
+    assert lines(log) == [*before, "e made", "e restored ['a', '1:a', 'b', '2:b']", "e step c"]
+
+
 @pytest.mark.parametrize(
     ("name", "why"), [("Clock", "and after a replay with"), ("Never", "cannot be resumed")]
 )

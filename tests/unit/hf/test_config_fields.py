@@ -82,6 +82,8 @@ def quantized(**config: Any) -> dict[str, Any]:
         ("qwen3_moe", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 cannot be: there are 5 experts"),
         # other functions than the trainer's
         ("qwen2", {"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* is not supp"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported"),  # norms in its place
@@ -100,7 +102,9 @@ def quantized(**config: Any) -> dict[str, Any]:
         # quantizations
         ("qwen3_moe", quantized(quant_method="awq", bits=4), "quant_method='awq', which is not supported"),
         ("qwen3_moe", quantized(quant_method="fp8", weight_block_size=[1, 32]), r"block_size=\[1, 32\]"),
+        ("qwen3_moe", quantized(**FP8 | {"fmt": "e5m2"}), "fmt='e5m2', which is not supported"),
         ("qwen3_moe", quantized(**FP8, expert_dtype="fp4"), "expert_dtype='fp4'"),
+        ("qwen3_moe", quantized(**FP8, modules_to_convert=["embed"]), r"modules_to_convert=\['embed'\]"),
     ],
 )
 def test_a_mistake_names_its_field(family: str, changes: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import mmap
 import os
 import pickle
@@ -41,8 +42,10 @@ def test_blocks_take_little_more_memory(monkeypatch: pytest.MonkeyPatch) -> None
     tensors = [torch.randn(n) for n in 40 * [17 * 256, 17 * 64, 17 * 16]]  # 17, 4.25 and 1.06 KiB
     tensors.insert(0, torch.randn(2**16 + 1))  # larger than a block, and just above a power of two
     tensors += [torch.randn(64, 32)[:, 3:9], torch.tensor(4.5), torch.zeros(0, 8)]
+    tensors += [torch.randn(7).bfloat16(), torch.arange(5)]
     [(_, _, (_, copies))] = staged([("file", "key", ([], [("item", one) for one in tensors]))])
     assert all(torch.equal(copy, one) for (_, copy), one in zip(copies, tensors, strict=True))
+    assert all(copy.untyped_storage().nbytes() == copy.nbytes for _, copy in copies), "a writer pickles it"
     whole = sum(one.nbytes for one in tensors)
     assert sorted(set(allocated)) == [2**16, 2**19]
     assert whole <= sum(allocated) < 1.15 * whole
@@ -97,6 +100,16 @@ def test_copies_that_agree_have_one_digest() -> None:
     numbers = range(1, len(STATES) + 1)
     assert [found[name] for name in STATES] == [hexadecimal(4 * number) for number in numbers]
     assert found["step"] == ["7"]
+
+
+@pytest.mark.parametrize(("kind", "value", "more"), [("whole", 1001, 1), ("expert", 100_003, 3)])
+def test_a_copy_that_differs_has_a_digest_of_its_own(kind: str, value: int, more: int) -> None:
+    """On the last rank: that of the checkpoint's copy comes first."""
+    all_ranks, own = ranks(), {"cut": CUT, "whole": WHOLE, "expert": EXPERT, kind: value}
+    sums = {**all_ranks[-1].sums, WEIGHTS: (own["cut"], own["whole"], own["expert"])}
+    all_ranks[-1] = dataclasses.replace(all_ranks[-1], sums=sums)
+    whole = 2 * CUT + WHOLE + 2 * EXPERT
+    assert merged(all_ranks)[WEIGHTS] == hexadecimal(whole, whole + more)
 
 
 def read(file: Path) -> Any:

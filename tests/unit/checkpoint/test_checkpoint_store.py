@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.checkpoint import store as stores
 from bapo_megatron.checkpoint.reader import Checkpoint, latest_checkpoint
@@ -61,6 +63,7 @@ def truncate(folder: Path) -> None:
         flip_a_bit,
         truncate,
         lambda folder: (folder / "manifest.json").write_text('{"files": '),
+        lambda folder: (folder / "manifest.json").write_text('{"files": {}}'),
         lambda folder: (folder / "manifest.json").unlink(),
         lambda folder: (folder / "policy/deep/weights.bin").unlink(),
     ],
@@ -130,6 +133,23 @@ def test_checkpoints_that_cannot_be_listed_are_no_new_run(
         latest_of(store)
     with pytest.raises(kind, match=rf"list of checkpoints could not be read at .*{os.strerror(number)}"):
         clear_leftovers(store._paths)
+
+
+def test_a_rank_without_the_reason_of_a_failed_save_waits_for_rank_0(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which knows it, and must end first: the launcher takes the first that ends for the cause."""
+    waited: list[float] = []
+    monkeypatch.setattr(stores, "sleep", waited.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    class Failed(Written):
+        def finish(self) -> None:
+            raise CheckpointException("write", {})
+
+    with pytest.raises(CheckpointException):
+        save(store, 30, lambda path: (write_policy(b"half")(path), Failed())[1], {})
+    assert waited == [120.0]
 
 
 def test_one_that_cannot_be_moved_away_stops_the_run(

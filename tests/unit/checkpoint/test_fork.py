@@ -214,6 +214,15 @@ def test_it_may_be_deleted_meanwhile(parent: Path, tmp_path: Path, monkeypatch: 
         fork(parent, tmp_path / "child")
 
 
+def test_a_link_out_of_the_checkpoint_is_not_followed(parent: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"weights of 20")
+    file = parent / "checkpoints/step_000020/policy/deep/weights.bin"
+    file.unlink()
+    file.symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match=r"is a link to .*secret"):
+        fork(parent, tmp_path / "child", 20)
+
+
 @pytest.mark.parametrize(
     ("run", "step", "steps", "child", "says"),
     [

@@ -19,6 +19,7 @@ from bapo_megatron.commands.train import _tell_summary
 from bapo_megatron.commands.train_flags import rollout_only_config, train_flags
 from bapo_megatron.config import EvaluationConfig, RolloutConfig, RunConfig, SglangConfig, load_recipe
 from bapo_megatron.config.engines import EngineConfig
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.run_paths import RunPaths
 
 RECIPE = Path(__file__).parents[3] / "recipes/demo_cpu.py"
@@ -148,7 +149,7 @@ def test_contradictory_flags_are_refused(
 def test_a_training_run_and_one_that_samples_alone_do_not_mix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Any file of a training run tells; a run that samples alone may go on with more steps."""
+    """Any file of a training run tells. More steps are the same run, another temperature is not."""
     for trace in ("metrics.jsonl", "checkpoints", "journal"):
         (tmp_path / trace / trace).mkdir(parents=True)
         assert cli.run(["train", str(RECIPE), f"--run-dir={tmp_path / trace}", "--rollout-only"]) == 2
@@ -159,6 +160,9 @@ def test_a_training_run_and_one_that_samples_alone_do_not_mix(
     store_config(run, samples_only=True)
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 1}\n')
     check_same_run(replace(run, steps=99), samples_only=True)
+    warmer = replace(run, rollout=replace(run.rollout, temperature=0.5))
+    with pytest.raises(ConfigError, match=r"rollout.temperature: 1.0 in the run, 0.5 now"):
+        check_same_run(warmer, samples_only=True)
     assert cli.run(["train", str(RECIPE), f"--run-dir={run.directory}"]) == 2
     said = capsys.readouterr().err
     assert "holds the rollouts of a run with --rollout-only" in said

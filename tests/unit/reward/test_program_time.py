@@ -67,6 +67,22 @@ def test_a_program_that_never_had_a_processor_was_not_judged(monkeypatch: pytest
             sandbox.run("", 1.0)
 
 
+def test_a_program_that_proc_does_not_show_is_not_judged_by_its_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where /proc is mounted with hidepid=2: it is neither wrong, nor does it wait for ever."""
+
+    def hidden(_pid: int) -> list[int]:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(sandbox_module, "_children_of", hidden)
+    monkeypatch.setattr(sandbox_module, "CLOCK_FACTOR", 2)
+    with Sandbox("import time; time.sleep(1000)", "", 512, 1.0) as sandbox:
+        monkeypatch.setattr(sandbox_module, "START_LIMIT_S", 0.0)
+        with pytest.raises(SandboxError, match=r"nothing is known .*hidepid"):
+            sandbox.run("", 1.0)
+
+
 def test_a_sandbox_that_is_killed_has_not_judged() -> None:
     with (
         Sandbox(ENDLESS, "", 512, 100.0) as sandbox,

@@ -17,7 +17,9 @@ from bapo_megatron.errors import RunStopped
 from bapo_megatron.evaluation.scoring import evaluation_metrics
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.types import Generation, Prompt
+from tests.support.episodes import EpisodeWorld
 from tests.support.sampling import ScriptedEngine, World, mixed
+from tests.support.virtual_time import run_virtually
 
 
 def suite(name: str, *numbers: int, truth: str = "", thinks: bool = False) -> Suite:
@@ -216,3 +218,19 @@ async def test_an_evaluation_uses_half_of_the_capacity(tmp_path: Path) -> None:
         engine.gate.set()
         assert await asked.responses(2, 5.0) is not None
         assert at_once == 2
+
+
+def test_an_evaluation_has_the_runs_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its responses have turns, its environment's rewards are the scores, and nothing given is a length."""
+    say = lambda prompt, sample, turn: "end" if turn == 1 + sample else ("raise" if prompt == 5 else "a")  # noqa: E731
+    made = EpisodeWorld(tmp_path, say)
+    made.config = dataclasses.replace(made.config, evaluation=EvaluationConfig(2, ("easy",), 2))
+    rows = rows_of(run_virtually(written(made), None, monkeypatch))
+    found = [(row["response"], row["correct"], row["tokens"], row["failure"]) for row in rows]
+    assert found == [
+        *[("a[1:a]end", True, 6, None), ("a[1:a]a[2:a]end", True, 8, None)] * 2,
+        *[("raise", False, 6, "environment")] * 2,
+    ]
+    episodes = {name for name, _ in made.steps.asked if name.startswith("evaluation.2.")}
+    assert len(episodes) == 6
+    assert episodes <= {*made.steps.forgotten}

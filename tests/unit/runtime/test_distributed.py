@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from bapo_megatron.errors import RunStopped
 from bapo_megatron.runtime import distributed
 from bapo_megatron.runtime.distributed import expand_nodes, free_port, gloo_interface, launched_world_size
 from tests.support.forked_commands import run_python, start_bapo
@@ -202,6 +203,18 @@ def test_the_kernel_says_which_address_leads_to_a_host() -> None:
     assert distributed._interface_of("127.0.0.1") == "lo"
     assert distributed._address_towards("no.such.host.invalid") is None
     assert distributed._interface_of("203.0.113.9") is None
+
+
+def test_an_error_of_all_ranks_takes_groups_of_nccl_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order: a peer that raises it as well waits for no other. One of this rank alone is tested below."""
+    done: list[str] = []
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda *_args, **_named: None)
+    monkeypatch.setattr(distributed.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda: done.append("destroyed"))
+    monkeypatch.setattr(distributed, "skip_teardown", lambda: done.append("at once"))
+    with pytest.raises(RunStopped, match="all ranks"), distributed.process_group("cpu:gloo,cuda:nccl", 1):
+        raise RunStopped("all ranks raise it")
+    assert done == ["destroyed"]
 
 
 MANY_GROUPS = """

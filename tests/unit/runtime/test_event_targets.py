@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +179,24 @@ def test_a_refused_message_does_not_block_others() -> None:
 
 
 ROOT = Path(__file__).parents[3]
+REPORTERS = {"event", "warning", "_report", "_report_problem", "_tell", "_note"}
+
+
+def written_kinds() -> Iterator[str]:
+    """Kinds of events by their name in the code: arguments of the reporters, values of "kind" in a dict."""
+    for path in (ROOT / "bapo_megatron").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            found: list[ast.expr] = []
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                found = node.args[:1] if name in REPORTERS else []
+            elif isinstance(node, ast.Dict):
+                pairs = zip(node.keys, node.values, strict=True)
+                found = [value for key, value in pairs if getattr(key, "value", None) == "kind"]
+            texts = [one.value for one in found if isinstance(one, ast.Constant)]
+            yield from (text for text in texts if isinstance(text, str) and text.isidentifier())
+    for path in (ROOT / "slurm").rglob("*.sh"):
+        yield from re.findall(r"\bbapo_event (\w+) \"", path.read_text())
 
 
 def test_every_kind_of_event_is_written_under_its_name() -> None:
@@ -185,6 +205,9 @@ def test_every_kind_of_event_is_written_under_its_name() -> None:
     words = {word for path in paths if path.name != "event_kinds.py" for word in path.read_text().split('"')}
     words |= set(" ".join(words).split())
     assert EVENT_KINDS.keys() - words == {"convert_done", "evaluate_done"}
+    found = set(written_kinds())
+    assert {"engine_lost", "job_requeue", "stalled", "threads_kept", "after_export_failed"} <= found
+    assert found <= EVENT_KINDS.keys()
 
 
 def test_what_is_sent_is_trouble_or_news_and_never_the_failure_to_send() -> None:

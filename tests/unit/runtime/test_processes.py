@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bapo_megatron.runtime import child_process, processes
 from bapo_megatron.runtime.child_process import (
     AnsweringChild,
     ChildDied,
@@ -223,6 +224,17 @@ def test_a_child_that_another_thread_kills(child: AnsweringChild) -> None:
     with pytest.raises(ChildDied, match="signal SIGKILL"):
         child.ask("wait", 60)
     killer.join()
+
+
+def test_an_unkillable_child_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that waits for a disk heeds no signal; here none is sent."""
+    monkeypatch.setattr(child_process, "_UNKILLABLE_S", 0.2)
+    monkeypatch.setattr(processes, "descendants", lambda _pid: [])
+    deaf = ChildProcess(["sleep", "1000"], os.environ, guarded=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", lambda *_: None)
+        deaf.close()
+    deaf.process.wait(60)  # its lifeline is closed: the guardian, which can, has ended it
 
 
 def test_work_that_is_not_done_in_time_is_left_behind() -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,10 @@ def test_a_run_directory_that_others_may_write_to_is_told(
         monkeypatch.setattr(files.grp, "getgrgid", lambda _gid, name=group: SimpleNamespace(gr_name=name))
         tmp_path.chmod(mode)
         assert found in str(others_may_write(tmp_path))
+    for owner, found in ((8, "belongs to user 8"), (0, "None")):  # root may write anywhere
+        status = SimpleNamespace(st_uid=owner, st_gid=70, st_mode=0o40755)
+        folder: Any = SimpleNamespace(stat=lambda status=status: status)
+        assert found in str(others_may_write(folder))
 
 
 def test_the_torn_end_is_found_from_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +104,8 @@ def test_the_shell_has_the_same_names() -> None:
     script = f". {ROOT}/slurm/lib/run_paths.sh; (set -o posix; set)"
     lines = subprocess.check_output(["bash", "-c", script], text=True, env={}).splitlines()
     shell = {line.partition("=")[0]: line.partition("=")[2].strip("'") for line in lines}
+    assert (RUN.lock.name, RUN.slurm_state.name, RUN.api_key.name) == (".lock", "slurm.state", "api_key")
+    assert (RUN.engines.name, RUN.stop.name) == ("engines", "stop")  # as runs of earlier versions have them
     mirror = {
         "BAPO_EVENTS_FILE": RUN.events.name,
         "BAPO_STATE_FILE": RUN.slurm_state.name,

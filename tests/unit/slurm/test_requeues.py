@@ -85,9 +85,15 @@ def test_a_time_limit_without_a_newer_checkpoint(shell: Shell, codes: list[int],
     assert found == answers
 
 
+ENDS = {0: "finished", 1: "crash", 2: "config", 3: "stopped", 4: "storage", 85: "preemption", 137: "crash"}
+"""Kinds of end by the exit code alone."""
+
+
 @pytest.mark.parametrize(
     ("code", "before", "kind"),
     [
+        *((code, "", kind) for code, kind in ENDS.items()),
+        (1, 'touch "$BAPO_RUN/stop"', "cancelled"),
         (3, "BAPO_EXPECTED=2", "engines"),
         (138, "BAPO_SIGNAL=USR1", "preemption"),
         (85, "BAPO_END=$(($(date +%s) + 500))", "time_limit"),
@@ -103,7 +109,6 @@ def test_a_time_limit_without_a_newer_checkpoint(shell: Shell, codes: list[int],
     ],
 )
 def test_kind_of_end(shell: Shell, code: int, before: str, kind: str) -> None:
-    """Those by the exit code alone are tested on a real Slurm (tests/slurm)."""
     found = shell(f"{NO_PAUSES}{before}\nbapo_kind_of_end {code}")
     assert found.stdout.strip() == kind, found.stderr
 

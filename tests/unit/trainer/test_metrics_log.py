@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,9 +16,10 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from bapo_megatron.config import run as config
-from bapo_megatron.errors import Preempted
+from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.runtime.jsonl_log import JsonlLog, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records import metrics_log
@@ -87,6 +90,22 @@ def test_an_outage_in_an_evaluation_makes_no_best_checkpoint() -> None:
     assert kept_score({**judged, "eval/b/unjudged": 0.998, "eval/mean": 1.0}) == pytest.approx(0.002)
     assert kept_score({**judged, "eval/mean": None}) is None
     assert kept_score({"eval/mean": 0.25}) == 0.25  # of an earlier version
+
+
+def test_a_full_disk_below_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # TensorBoard's own thread has it, too
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = MetricsLog(RunPaths(tmp_path), config.LoggingConfig(), 0, no_report)
+    log.write_step(1, {"reward/mean": 0.5})
+    monkeypatch.setattr(RecordWriter, "write", full)
+    with pytest.raises(RunStopped, match=r"the boards' data could not be written .*No space left"):
+        log.write_step(2, {"reward/mean": 0.5})
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("tensorboard."):
+            thread.join(1)
 
 
 LIMIT_S = 300.0

@@ -1,16 +1,23 @@
-"""The state that a resumed run continues with: differences, and which of them are accepted by name."""
+"""What a resumed run continues with: differences that are accepted by name, and its number of threads."""
 
 from __future__ import annotations
 
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bapo_megatron.checkpoint.reader import Checkpoint
+from bapo_megatron.config import RunConfig, load_recipe
 from bapo_megatron.errors import ResumeError
+from bapo_megatron.rollout.sampler import client
 from bapo_megatron.runtime.event_kinds import event_text, is_trouble
 from bapo_megatron.trainer import resume
+from bapo_megatron.trainer.build import open_engines
+from tests.support.forked_commands import ROOT
 from tests.support.small_steps import run_config
 
 pytestmark = pytest.mark.usefixtures("one_process_group")
@@ -61,3 +68,22 @@ def test_a_checkpoint_passed_over_or_without_digests_is_an_event(monkeypatch: py
     assert event["kind"] == "resume_check"
     assert "are not compared" in event["message"]
     assert events() == []
+
+
+@pytest.mark.integration
+def test_a_new_sampler_takes_the_runs_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed alone, in a run whose environment gives the next process another number."""
+    monkeypatch.setattr(client, "_SERVICE", "tests.support.threads_service")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    run = replace(load_recipe(ROOT / "recipes/demo_cpu.py", RunConfig), run_dir=tmp_path, threads=1)
+    kinds: list[str] = []
+    with open_engines(run, lambda event: kinds.append(event["kind"])) as (sampler, _):
+        sampler.start(1, None)
+        first = sampler.state()
+        os.kill(first["pid"], signal.SIGKILL)
+        second = sampler.state()
+    assert kinds == ["sampler_died"]
+    assert first["pid"] != second["pid"]
+    assert (first["threads"], second["threads"]) == (1, 1)

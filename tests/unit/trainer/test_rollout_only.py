@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from bapo_megatron.config import AlgorithmConfig, LoggingConfig, PartConfig, Ref
 from bapo_megatron.data.packing import pack_samples, split_into_updates
 from bapo_megatron.data.samples import samples_of
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.tensor_types import TokenStats
 from bapo_megatron.trainer.records.recorder import StepClock
 from bapo_megatron.trainer.rollout_only import (
@@ -27,6 +29,7 @@ from bapo_megatron.trainer.rollout_only import (
     RESPONSES,
     SHARE,
     RolloutRecord,
+    next_step,
     sampled_shares,
     summary,
 )
@@ -54,6 +57,15 @@ def algorithm_of(loss_mean: LossMean = "token", **bounds: Any) -> AlgorithmConfi
 
 
 SKEWED = ((1, 2), (0, 4), (0, 4), (0, 10))
+
+
+def test_a_step_whose_journal_file_is_lost_comes_next(tmp_path: Path) -> None:
+    (tmp_path / "journal").mkdir()
+    for step in (1, 3):
+        (tmp_path / f"journal/step_{step:06d}.npz").touch()
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
+    config: Any = SimpleNamespace(paths=RunPaths(tmp_path))
+    assert next_step(config) == 2
 
 
 def test_the_share_is_a_matter_of_lengths() -> None:

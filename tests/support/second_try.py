@@ -2,7 +2,7 @@
 
 They run one after the other, without other tests beside them; exit code 0 if all pass now. Nothing is tried
 again where the run before did not end by itself (an interrupt, an internal error, no tests), since tests that
-never ran would count as passed.
+never ran would count as passed; nor where more than ``MOST`` failed, which is not a fault of the load.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import pytest
 
 CACHE = Path(__file__).parents[2] / ".pytest_cache/v"
 """Folder of pytest's cache, in the root of the checkout."""
+
+MOST = 10
+"""Most failed tests that are tried again."""
 
 _EXIT = "session/exit_code"
 
@@ -32,6 +35,8 @@ def check_last_session(cache: Path = CACHE) -> None:
     code = json.loads(path.read_text()) if path.exists() else None
     if code != pytest.ExitCode.TESTS_FAILED:
         raise SystemExit(f"nothing is tried again: the tests before ended with {code}, not with failed tests")
+    if (failed := len(json.loads((cache / "cache/lastfailed").read_text()))) > MOST:
+        raise SystemExit(f"nothing is tried again: {failed} tests failed, and at most {MOST} are")
 
 
 def main(flags: list[str]) -> int:

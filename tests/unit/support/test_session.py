@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -58,6 +59,9 @@ def test_only_a_session_that_ended_with_failures_has_a_second_try(tmp_path: Path
             with pytest.raises(SystemExit, match="ended with 2, not with failed tests"):
                 check_last_session(tmp_path / "cache/v")
     check_last_session(tmp_path / "cache/v")
+    (tmp_path / "cache/v/cache/lastfailed").write_text(json.dumps({f"test_{n}": True for n in range(11)}))
+    with pytest.raises(SystemExit, match="11 tests failed, and at most 10 are"):
+        check_last_session(tmp_path / "cache/v")
 
 
 SESSION = """

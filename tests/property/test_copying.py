@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -175,16 +176,27 @@ def test_an_interrupt_ends_the_copying(tmp_path: Path, monkeypatch: pytest.Monke
     source = lay_out(tmp_path, "source", (300, 4), [(0, 300, 0, 4)], 0, values)
     target = lay_out(tmp_path, "target", (300, 4), [(0, 300, 0, 4)], 0, None)
     bands: list[int] = []
+    real = Future.result
+    waits, interrupted = threading.Event(), threading.Event()
     main = threading.main_thread().ident or 0
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
 
+    def result(future: Future[None]) -> None:
+        try:
+            waits.set()
+            real(future)
+        finally:
+            interrupted.set()
+
     def moved(nbytes: int) -> None:
         if not bands:
-            time.sleep(0.1)  # the main thread waits by now
+            assert waits.wait(300)
             signal.pthread_kill(main, signal.SIGINT)
+            assert interrupted.wait(300)
         bands.append(nbytes)
         time.sleep(0.01)
 
+    monkeypatch.setattr(Future, "result", result)
     try:
         with pytest.raises(KeyboardInterrupt):
             copy_tensors({"w": source}, {"w": target}, threads=1, moved=moved)

@@ -89,6 +89,12 @@ class _Object:
 OBJECT = _Object()
 
 
+class _Later:
+    async def __call__(self, prompt: Any, response: str) -> float:
+        return 0.5
+
+
+LATER = _Later()
 LATER_IN_PART = functools.partial(functools.partial(later))
 
 
@@ -149,6 +155,14 @@ def is_dumpable(_: Any, __: str) -> float:
     return float(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))
 
 
+def waits_once(_prompt: Any, path: str) -> float:
+    """For ever, once it has left this file; a second try is right."""
+    if not Path(path).exists():
+        Path(path).touch()
+        time.sleep(1000)
+    return 1.0
+
+
 ACTIONS = {
     "quote": quotes_the_response,
     "bug": lambda *_: {}["x"],
@@ -162,6 +176,7 @@ ACTIONS = {
     "memory": lambda *_: len(bytearray(10 << 30)),
     "keep": keeps_memory,
     "wait": waits,
+    "once": waits_once,
     "hold": holds_the_interpreter,
     "child": sleeps_with_a_child,
     "nan": lambda *_: float("nan"),

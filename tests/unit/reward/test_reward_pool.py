@@ -83,11 +83,12 @@ async def test_what_a_worker_gives() -> None:
     assert (dumpable.reward, whole) == (0.0, RewardResult(3 + 4 + 7 + 5.0))
 
 
-async def test_a_worker_that_is_killed_costs_no_response() -> None:
+async def test_a_worker_that_is_killed_costs_no_response(tmp_path: Path) -> None:
     """What a response is worth does not hang on who was killed."""
-    async with pooling() as pool:
-        asking = asyncio.create_task(pool.score(prompt(), "wait 1", 1))
-        await asyncio.sleep(0.5)
+    async with pooling(time_limit_s=300.0) as pool:
+        asking = asyncio.create_task(pool.score(prompt(), f"once {tmp_path / 'asked'}", 1))
+        while not (tmp_path / "asked").exists():
+            await asyncio.sleep(0.01)
         worker = pool._workers._workers[0]._process
         assert worker is not None
         os.kill(worker.pid, signal.SIGKILL)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import stat
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
@@ -18,6 +18,7 @@ from bapo_megatron.rollout.engines.sglang import server_process as process
 from bapo_megatron.rollout.engines.sglang.authorization import known_key, servers_key_file
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE, ApiKey, make_key_file, read_key_file
 from tests.support.forked_commands import start_bapo
+from tests.support.waiting import until
 
 KEY, OTHER = "k" * 43, "o" * 43
 
@@ -127,15 +128,35 @@ def test_rollout_server_makes_the_key_before_the_server_starts(
     assert key not in "".join(capfd.readouterr())
 
 
+SERVER = """#!/bin/sh
+touch "$TMPDIR/socket"
+cd "${0%/*}"
+ln -s "$TMPDIR" place
+until [ -e go ]; do sleep 0.02; done
+ls -d "$TMPDIR"
+kill -9 $$
+"""
+
+
+def remover_waits(folder: Path) -> bool:
+    """Whether the process that shall remove it is at its read, after which it would be done at once."""
+    found = psutil.process_iter(["cmdline", "status"])
+    [remover] = [one for one in found if str(folder) in (one.info["cmdline"] or ())] or [None]
+    if remover is None or remover.info["status"] != psutil.STATUS_SLEEPING:
+        return False
+    return os.getsid(remover.pid) == remover.pid
+
+
 def test_rollout_server_leaves_no_folder_even_if_it_is_killed(tmp_path: Path) -> None:
     program = tmp_path / "python"
-    program.write_text('#!/bin/sh\ntouch "$TMPDIR/socket"\nsleep 1\nls -d "$TMPDIR"\nkill -9 $$\n')
+    program.write_text(SERVER)
     program.chmod(0o755)
     flags = (f"--run-dir={tmp_path}", f"--rollout.sglang.python={program}")
     command = start_bapo("rollout-server", "recipes/demo_sglang_cpu.py", *flags)
-    folder = Path(command.communicate(timeout=600)[0].decode().split()[-1])
+    until((tmp_path / "place").is_symlink)
+    folder = Path(os.readlink(tmp_path / "place"))
+    until(lambda: not folder.exists() or remover_waits(folder))
+    (tmp_path / "go").touch()
+    assert Path(command.communicate(timeout=600)[0].decode().split()[-1]) == folder
     assert (command.wait(), folder.name[:5]) == (-9, "bapo-")
-    deadline = time.monotonic() + 60
-    while folder.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not folder.exists())

@@ -40,7 +40,7 @@ from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset, ModelLimits
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, http_session
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.turns import Stepping
 from bapo_megatron.runtime.garbage import collect_rarely
@@ -363,10 +363,10 @@ async def _sampler(
     )
     generator = np.random.default_rng(0)
     prompts = [Prompt(n, generator.integers(3, 150_000, 200).astype(np.int32), "", "") for n in range(4096)]
-    session = http_session()
+    sessions = HttpSessions()
     limits = ModelLimits(200_000, 1 << 20)
     engines = [
-        SglangEngine(SglangServer(f"{url}/{n}", session, Keyless()), limits) for n in range(load.engines)
+        SglangEngine(SglangServer(f"{url}/{n}", sessions, Keyless()), limits) for n in range(load.engines)
     ]
 
     def report(kind: str, **_: Any) -> None:
@@ -384,14 +384,14 @@ async def _sampler(
     sampler = GroupSampler(config, dataset, pool, Coin(), report, environments=by_source)
     await sampler.start(1, None)
     await sampler.load_weights(Path("v0"), 0, 0)
-    yield sampler, session, counted
+    yield sampler, sessions.new, counted
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
     if environments:
         await environments.close()
-    await session.close()
+    await sessions.close()
 
 
 def _environment(load: Load) -> EnvironmentConfig:

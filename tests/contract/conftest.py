@@ -34,7 +34,7 @@ from bapo_megatron.rollout.engines.local_engine import LocalEngine, LocalModel
 from bapo_megatron.rollout.engines.requests import ModelLimits, limits_of
 from bapo_megatron.rollout.engines.sglang.authorization import Authorization
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import PauseMode, SglangServer, http_session
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, PauseMode, SglangServer
 from bapo_megatron.rollout.engines.sglang.requirements import ROUTES, flag
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
@@ -172,7 +172,7 @@ def engine_on(
     """An engine on the server at ``url``."""
 
     async def make() -> Engine:
-        server = SglangServer(url, http_session(), authorization or Keyless())
+        server = SglangServer(url, HttpSessions(), authorization or Keyless())
         return SglangEngine(server, limits or limits_of(model), on_update)
 
     return BlockingEngine(make, model, staging)

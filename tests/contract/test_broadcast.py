@@ -13,7 +13,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -24,7 +23,7 @@ from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import ModelLimits
 from bapo_megatron.rollout.engines.sent_weights import SentDigests
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import ServerError, SglangServer, http_session
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang.server_process import ServerProcess
 from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates
 from bapo_megatron.rollout.weight_sync.broadcast import BroadcastError, WeightBroadcast
@@ -60,12 +59,12 @@ class Broadcasts:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._session = self.wait(self._make_session())
+        self._sessions = self.wait(self._make_sessions())
         self._pools: list[EnginePool] = []
         self.sender = WeightBroadcast(torch.device("cpu"), bucket_mb=SMALL_MB, timeout_s=DEADLINE_S)
 
     def server(self, process: ServerProcess) -> SglangServer:
-        return SglangServer(process.url, self._session, Keyless())
+        return SglangServer(process.url, self._sessions, Keyless())
 
     def open(self, *processes: ServerProcess) -> None:
         """A new group with these servers."""
@@ -125,11 +124,11 @@ class Broadcasts:
         self.sender.close()
         for pool in self._pools:
             self.wait(pool.close())
-        self.wait(self._session.close())
+        self.wait(self._sessions.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def _make_session(self) -> aiohttp.ClientSession:
-        return http_session()
+    async def _make_sessions(self) -> HttpSessions:
+        return HttpSessions()
 
     async def _receivers(self, processes: Sequence[ServerProcess]) -> BroadcastUpdates:
         limits = ModelLimits(SHAPE["vocab_size"], SHAPE["max_position_embeddings"])

@@ -38,6 +38,8 @@ class FakeServer:
         self.cuts = 0
         """So many calls of ``cut_path`` are cut off without an answer."""
         self.cut_path = "generate"
+        self.ended: set[Any] = set()
+        """Connections that end when something more comes over them."""
         self.rids: list[str] = []
         """Of all requests that came, also those that were cut off."""
         self.paused = False
@@ -65,7 +67,7 @@ class FakeServer:
         body = await request.json() if request.can_read_body else {}
         if path == "generate":
             self.rids.append(body["rid"])
-        if self._ends(path, body):
+        if self.connections[-1] in self.ended or self._ends(path, body):
             request.transport.close()
             return web.Response()
         if path == self.cut_path and self.cuts:

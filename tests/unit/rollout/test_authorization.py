@@ -23,7 +23,7 @@ from bapo_megatron.rollout.engines.sglang.authorization import (
     known_key,
     main,
 )
-from bapo_megatron.rollout.engines.sglang.http_client import ServerError, SglangServer, http_session
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang_launch.api_key import ApiKey
 from tests.support.fake_sglang import FakeServer
 
@@ -79,11 +79,11 @@ def known(value: str = KEY) -> ApiKey:
 
 @asynccontextmanager
 async def client_of(server: Server, key: Callable[[], ApiKey | None], **more: Any) -> AsyncIterator[Any]:
-    session = http_session()
+    sessions = HttpSessions()
     try:
-        yield SglangServer(server.url, session, Authorization(server.url, key, **more))
+        yield SglangServer(server.url, sessions, Authorization(server.url, key, **more))
     finally:
-        await session.close()
+        await sessions.close()
 
 
 async def ask(server: Server, key: ApiKey | None, **more: Any) -> int:

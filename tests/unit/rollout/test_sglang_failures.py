@@ -24,10 +24,10 @@ from bapo_megatron.rollout.engines.sglang import http_client as http_server
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import (
+    HttpSessions,
     PauseMode,
     ServerError,
     SglangServer,
-    http_session,
 )
 from bapo_megatron.rollout.engines.sglang.requirements import drafting
 from bapo_megatron.types import GenerateRequest, SamplingParams
@@ -65,7 +65,7 @@ def engine_on(
     async def make() -> Engine:
         deadlines = Deadlines(request_s=2.0, update_s=2.0, abort_s=0.5)
         return SglangEngine(
-            SglangServer(server.url, http_session(), Keyless()),
+            SglangServer(server.url, HttpSessions(), Keyless()),
             limits_of(model),
             on_update,
             deadlines=deadlines,
@@ -78,17 +78,54 @@ def weights(model: Path) -> Any:
     return load_file(model / "model.safetensors").items()
 
 
-def test_each_call_is_sent_once_over_a_connection_of_its_own(
+def test_idle_connections_are_dropped_before_the_server_closes_them(
+    server: FakeServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client closes idle connections before the server does, after 5 s."""
+    assert http_server._KEEP_IDLE_S < 4
+    monkeypatch.setattr(http_server, "_KEEP_IDLE_S", 0.5)
+    engine = engine_on(server, model, tmp_path)
+    try:
+        server.connections.clear()
+        for pause_s in (0.0, 0.0, 1.5):
+            time.sleep(pause_s)
+            engine.generate([REQUEST])
+        first, second, third = server.connections
+        assert first == second != third
+    finally:
+        engine.close()
+
+
+def test_a_request_on_a_closed_kept_connection_is_sent_once_more_on_a_new_one(
     server: FakeServer, engine: BlockingEngine
 ) -> None:
-    """A server may close a kept one just as a call comes over it, and a bucket that is sent twice hangs."""
+    """A proxy that drops connections drops all of them, or each after half an hour."""
+    server.on_abort = [1] * 8
+    engine.generate([REQUEST] * 8)  # all at once: eight connections are kept
+    server.ended = set(server.connections)
+    (answer,) = engine.generate([REQUEST])
+    assert answer.token_ids_R.tolist() == [3, 4]
+    assert len(set(server.rids)) == len(server.rids) == 10, "the server may still know the id of the ninth"
     engine.generate([REQUEST])
-    calls = {"generate": lambda: engine.generate([REQUEST]), "continue_generation": engine.resume}
-    for path, call in calls.items():
-        server.cut_path, server.cuts = path, 1
-        with pytest.raises(ServerError, match="isconnected"):
-            call()
-        assert server.cuts == 0
+    server.rids.clear()
+    server.cuts = 100
+    with pytest.raises(ServerError, match="isconnected"):
+        engine.generate([REQUEST])
+    assert len(server.rids) == 2
+
+
+def test_a_control_call_is_sent_once_over_a_new_connection(
+    server: FakeServer, engine: BlockingEngine
+) -> None:
+    """Receiving a bucket or joining a group twice would hang."""
+    engine.generate([REQUEST])
+    kept = server.connections[-1]
+    server.connections.clear()
+    server.cut_path, server.cuts = "continue_generation", 1
+    with pytest.raises(ServerError, match="isconnected"):
+        engine.resume()
+    assert server.cuts == 0
+    assert kept not in server.connections
     assert len(set(server.connections)) == len(server.connections)
 
 

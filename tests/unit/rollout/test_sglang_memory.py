@@ -18,7 +18,7 @@ from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sent_weights import DigestMismatch
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, http_session
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightPart
 from tests.support.fake_sglang import FakeServer, Keyless
 from tests.support.models import SingleWriter, save_tiny_model
@@ -107,7 +107,7 @@ def folder(model: Path, tmp_path: Path) -> Path:
 
 def engine_on(server: SleepingServer, model: Path) -> SglangEngine:
     deadlines = Deadlines(request_s=30.0, update_s=30.0, abort_s=5.0)
-    client = SglangServer(server.url, http_session(), Keyless())
+    client = SglangServer(server.url, HttpSessions(), Keyless())
     return SglangEngine(client, limits_of(model), deadlines=deadlines)
 
 

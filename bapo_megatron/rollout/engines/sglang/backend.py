@@ -31,7 +31,7 @@ from bapo_megatron.rollout.engines.sglang.authorization import (
     servers_key_file,
 )
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, http_session
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.engines.sglang.requirements import check_nccl, nccl_settings, placement_problem
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
@@ -139,14 +139,14 @@ class SglangBackend(EngineBackend):
         self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
     ) -> list[Engine]:
         sglang, limits = config.rollout.sglang, limits_of(config.model.hf_path)
-        session = http_session()
-        opened.push_async_callback(session.close)
+        sessions = HttpSessions()
+        opened.push_async_callback(sessions.close)
         deadlines = Deadlines(60 * sglang.request_minutes, update_s=60 * sglang.update_minutes)
 
         def server_at(url: str) -> SglangServer:
             look = partial(known_key, sglang, config.directory)
             is_own = not sglang.urls
-            return SglangServer(url, session, Authorization(url, look, sglang.require_api_key, is_own))
+            return SglangServer(url, sessions, Authorization(url, look, sglang.require_api_key, is_own))
 
         return [
             SglangEngine(server_at(url), limits, sglang.on_update, deadlines, sglang.tensor, sglang.sync)

@@ -1,8 +1,8 @@
 """The ``sglang`` engine: one SGLang server behind the async protocol ``interfaces.Engine``, with deadlines.
 
-``SglangEngine`` adds to the HTTP client: aborts at deadlines (a request then returns its tokens so far), and
-weight updates from a folder, by broadcast or by memory handles, between two tokens of requests in flight.
-During a load, unsent requests wait at a gate.
+``SglangEngine`` adds to the HTTP client: aborts at deadlines (a request then returns its tokens so far), one
+retry when a reused connection was closed, and weight updates from a folder, by broadcast or by memory
+handles, between two tokens of requests in flight. During a load, unsent requests wait at a gate.
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.pool_state import load_seconds
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, empty_generation
-from bapo_megatron.rollout.engines.sglang.http_client import PauseMode, ServerError, SglangServer
-from bapo_megatron.rollout.engines.sglang.requirements import setting_problems
+from bapo_megatron.rollout.engines.sglang.http_client import (
+    KeptConnectionClosed,
+    PauseMode,
+    ServerError,
+    SglangServer,
+)
+from bapo_megatron.rollout.engines.sglang.requirements import (
+    setting_problems,
+)
 from bapo_megatron.types import (
     BroadcastGroup,
     BucketSpec,
@@ -87,7 +94,11 @@ class SglangEngine:
         pending = InflightRequest(routes=request.routes is not None)
         self._inflight.all.add(pending)
         try:
-            answer = await self._send(request, pending)
+            try:
+                answer = await self._send(request, pending)
+            except KeptConnectionClosed:  # most likely the server never saw the request: retry once
+                pending.rid = uuid.uuid4().hex  # the server may still know the old one
+                answer = await self._send(request, pending, again=True)
             if answer is None:
                 return empty_generation(request)
             ids = answer.token_ids_R
@@ -217,7 +228,9 @@ class SglangEngine:
         for problem in setting_problems(settings, self._sync, self._on_update):
             raise ServerError(f"{self.name}: {problem}")
 
-    async def _send(self, request: GenerateRequest, pending: InflightRequest) -> Generation | None:
+    async def _send(
+        self, request: GenerateRequest, pending: InflightRequest, again: bool = False
+    ) -> Generation | None:
         """Wait for the gate, send the request and return its answer, at the deadline with the tokens so far;
         None if it is aborted at the gate. Raises ServerError if the abort gets no answer either, or no
         request gets tokens (``_note_without_tokens``)."""
@@ -228,7 +241,7 @@ class SglangEngine:
             async with asyncio.timeout(None) as timeouts:
                 overdue = asyncio.create_task(self._abort_overdue(pending, timeouts))
                 try:
-                    answer = await self.server.generate(request, pending.rid)
+                    answer = await self.server.generate(request, pending.rid, again)
                 finally:
                     overdue.cancel()
         except TimeoutError as error:

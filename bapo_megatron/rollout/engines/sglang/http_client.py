@@ -1,4 +1,4 @@
-"""HTTP client of one SGLang server, ``SglangServer``, and the HTTP session that a process's clients share.
+"""HTTP client of one SGLang server, ``SglangServer``, and the HTTP sessions that a process's clients share.
 
 Errors name the server. Control calls have a deadline; ``generate`` has one only from its caller.
 """
@@ -29,6 +29,9 @@ _LONG_REPLY_BYTES = 500_000
 
 _MODEL_MEMORY, _CACHE_MEMORY = ("weights", "cuda_graph"), "kv_cache"
 
+_KEEP_IDLE_S = 2.0
+"""Idle keep-alive, below uvicorn's 5 s, so that requests rarely meet a connection being closed."""
+
 _KEEP_NAMES_S = 3600
 """Seconds for which a server's resolved address is cached while it accepts connections. By default aiohttp
 resolves it every 10 s: if a name server failed for half a minute, all engines would lose their requests."""
@@ -50,14 +53,35 @@ _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TC
 clusters drop silent connections after minutes, and a request may be silent for an hour."""
 
 
-def http_session() -> aiohttp.ClientSession:
-    """Return the session that all ``SglangServer`` clients of one event loop share; call it within the loop.
-    Each call has a connection of its own, of any number: a server may close a kept one just as a call reuses
-    it, and most calls must not be repeated."""
+class HttpSessions:
+    """The two aiohttp sessions that all ``SglangServer`` clients of one event loop share: ``kept`` reuses
+    connections, for generation requests; ``new`` opens one for each control call. A server may close an idle
+    connection just as a call reuses it: a generation request is then resent, but most control calls must not
+    be repeated. Connections are unlimited. Construct it within the loop; ``close`` closes both sessions."""
+
+    def __init__(self) -> None:
+        self.kept = _session([_reuse_trace()], keepalive_timeout=_KEEP_IDLE_S)
+        self.new = _session([], force_close=True)
+
+    async def close(self) -> None:
+        await self.kept.close()
+        await self.new.close()
+
+    def forget_address(self, url: str) -> None:
+        """Resolve a server's address again at its next connection: it may have moved."""
+        parts = URL(url)
+        for session in (self.kept, self.new):
+            assert isinstance(session.connector, aiohttp.TCPConnector)
+            session.connector.clear_dns_cache(parts.host, parts.port)
+
+
+def _session(traces: list[aiohttp.TraceConfig], **more: Any) -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(
-        limit=0, force_close=True, ttl_dns_cache=_KEEP_NAMES_S, socket_factory=_kept_alive_socket
+        limit=0, ttl_dns_cache=_KEEP_NAMES_S, socket_factory=_kept_alive_socket, **more
     )
-    return aiohttp.ClientSession(connector=connector, read_bufsize=_READ_BYTES, auto_decompress=False)
+    return aiohttp.ClientSession(
+        connector=connector, trace_configs=traces, read_bufsize=_READ_BYTES, auto_decompress=False
+    )
 
 
 def _kept_alive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -68,8 +92,24 @@ def _kept_alive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return made
 
 
+def _reuse_trace() -> aiohttp.TraceConfig:
+    """Return a trace that sets ``reused`` in ``trace_request_ctx`` for a reused kept-alive connection."""
+
+    async def note(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
+        context.trace_request_ctx["reused"] = True
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(note)
+    return trace
+
+
 class ServerError(EngineError):
     """An SGLang server refused a call, hung or answered invalidly. The message names it."""
+
+
+class KeptConnectionClosed(ServerError):
+    """A reused connection was closed during a request: the server closed it as idle while a busy machine sent
+    the request, despite ``_KEEP_IDLE_S``, or server or network failed. The caller may resend once."""
 
 
 class BadRequest(ServerError):
@@ -77,19 +117,21 @@ class BadRequest(ServerError):
 
 
 class SglangServer:
-    """HTTP client of the server at ``url``, in the event loop of ``session``: one async method per endpoint.
+    """HTTP client of the server at ``url``, in the event loop of ``sessions``: one async method per endpoint.
     A failed call raises ServerError, and EngineError if ``authorization`` refuses the server, without
     retries. Callers ensure preconditions, such as a pause."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, authorization: Authorization) -> None:
+    def __init__(self, url: str, sessions: HttpSessions, authorization: Authorization) -> None:
         self.url = url.rstrip("/")
-        self._session, self._authorization = session, authorization
+        self._sessions, self._authorization = sessions, authorization
 
-    async def generate(self, request: GenerateRequest, rid: str) -> Generation:
+    async def generate(self, request: GenerateRequest, rid: str, again: bool = False) -> Generation:
         """Send one request under id ``rid`` and return its answer, after an abort the tokens so far. Raises
-        ValueError if it is malformed."""
+        ValueError if it is malformed, KeptConnectionClosed. ``again``: a resend, on a new connection."""
+        session = self._sessions.new if again else self._sessions.kept
+        payload = generate_payload(request, rid)
         try:
-            body = await self._call("/generate", generate_payload(request, rid), None)
+            body = await self._call(session, "/generate", payload, None)
         except BadRequest as error:  # other servers would refuse it, too
             raise ValueError(f"request {request.request_id!r}: {error}") from error
         try:
@@ -231,25 +273,28 @@ class SglangServer:
     async def _control(self, path: str, body: dict[str, Any] | None = None, timeout: float = 0.0) -> Any:
         """POST ``body``, or GET if it is None; return the answer, decoded if it looks like JSON."""
         sent = None if body is None else json.dumps(body).encode()
-        text = await self._call(path, sent, timeout or _CONTROL_S)
+        text = await self._call(self._sessions.new, path, sent, timeout or _CONTROL_S)
         try:
             return json.loads(text) if text.strip().startswith((b"{", b"[")) else text.decode()
         except (ValueError, RecursionError) as error:
             raise ServerError(f"{self.url}{path}: no JSON: {text[:300]!r}") from error
 
-    async def _call(self, path: str, body: bytes | None, timeout: float | None) -> bytes:
+    async def _call(
+        self, session: aiohttp.ClientSession, path: str, body: bytes | None, timeout: float | None
+    ) -> bytes:
         """Make one HTTP call, without retries or redirects; returns the body of a status 200 answer."""
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_S)
-        url = self.url + path
+        url, connection = self.url + path, {"reused": False}
         plain = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         try:
             headers = plain | await self._authorization.headers()
-            async with self._session.request(
+            async with session.request(
                 "GET" if body is None else "POST",
                 url,
                 data=body,
                 headers=headers,
                 timeout=limit,
+                trace_request_ctx=connection,
                 allow_redirects=False,
             ) as answer:
                 content = await _content(url, answer)
@@ -257,21 +302,17 @@ class SglangServer:
                     raise self._refusal(url, answer.status, content)
                 return content
         except aiohttp.ConnectionTimeoutError:
-            self._forget_address()
+            self._sessions.forget_address(url)
             raise ServerError(f"{url}: no connection within {_CONNECT_S:g} s") from None
         except TimeoutError as error:
             raise ServerError(f"{url}: no answer within {timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             self._authorization.forget()
             if isinstance(error, aiohttp.ClientConnectorError):
-                self._forget_address()
-            raise ServerError(f"{url}: {type(error).__name__}: {error}") from error
-
-    def _forget_address(self) -> None:
-        """Resolve the server's address again at its next connection: it may have moved."""
-        parts, connector = URL(self.url), self._session.connector
-        assert isinstance(connector, aiohttp.TCPConnector)
-        connector.clear_dns_cache(parts.host, parts.port)
+                self._sessions.forget_address(url)
+            is_closed = isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
+            kind = KeptConnectionClosed if is_closed and connection["reused"] else ServerError
+            raise kind(f"{url}: {type(error).__name__}: {error}") from error
 
     def _refusal(self, url: str, status: int, content: bytes) -> ServerError:
         message = f"{url}: status {status}: {content[:500].decode(errors='replace')}"

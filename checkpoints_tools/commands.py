@@ -205,7 +205,7 @@ class Reshard:
 
 
 def _tell(result: Conversion) -> None:
-    """Print what was written. Failing to print is no error: the output exists."""
+    """Print what was written. Failing to print is not an error: the output exists."""
     with suppress(OSError):
         print(printable(str(result)), flush=True)
 

@@ -96,7 +96,7 @@ def _json(path: Path) -> Iterator[Any]:
 
 
 def _values(text: TextIO) -> Iterator[Any]:
-    """Yield successive JSON values: line by line, or of the whole text if a value goes on behind its line."""
+    """Yield successive JSON values: line by line, or of the whole text if a value spans lines."""
     for line in text:
         try:
             values = list(_values_of(line))

@@ -80,11 +80,11 @@ def state_lines(job: Job, states: StateCache | None, engines: int) -> Iterator[s
 
 def _given_slots(flags: Sequence[str]) -> int | None:
     """Return the last value of ``STATE_SLOTS``, from the next item or after an equals sign; None without that
-    flag. Raises ConfigError if it is no number."""
+    flag. Raises ConfigError if it is not a number."""
     words = [(*flag.partition("="), after) for flag, after in pairwise((*flags, ""))]
     given = [value or after for name, _, value, after in words if name == STATE_SLOTS]
     if given and not given[-1].isdecimal():
         raise ConfigError(
-            f"rollout.sglang.flags: {STATE_SLOTS} {given[-1]!r} is no number of slots: give one"
+            f"rollout.sglang.flags: {STATE_SLOTS} {given[-1]!r} is not a number of slots: give one"
         )
     return int(given[-1]) if given else None

@@ -18,7 +18,7 @@ def until(is_true: Callable[[], object], told: Callable[[], object] = lambda: No
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs, and is no zombie."""
+    """Whether a process runs and is not a zombie."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

@@ -168,7 +168,7 @@ class ColocatedPool(EnginePool):
         return woken
 
     def _resume_sampling(self, slot: EngineSlot, version: int) -> None:
-        # Up first: each step's wake-up is no event `engine_ready`.
+        # Up first: each step's wake-up is not an event `engine_ready`.
         slot.is_up, slot.is_held, self.down_since = True, False, None
         self._restart_timeouts(slot)
         slot.ready_since = self._clock.now()

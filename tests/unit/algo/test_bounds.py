@@ -55,7 +55,7 @@ SIGNED = {"share": "signed", "target": 9.0}
         ([1.0, 1.0, 9.0, 9.0, 9.0], {}, Bounds(0.8, 2.0, 0.1, rounds=3, reached=False)),
         ([1.0, 4.0, 4.0], {"low_end": 0.6}, Bounds(0.6, 2.0, 0.5, rounds=1, reached=True)),
         ([1.0, 4.0, 1.0, 1.0], {"high_end": 1.5}, Bounds(0.7, 1.5, 0.5, rounds=1, reached=True)),
-        # Nothing to balance; nothing over nothing counts as zero, and the search goes on.
+        # Nothing to balance; nothing over nothing counts as zero, and the search continues.
         ([0.0] * 5, {}, Bounds(0.6, 1.5, 0.0, 0, False)),
         ([0.0, 1.0, 0.0, 0.0, 0.0], {}, Bounds(0.6, 2.0, 1.0, 1, True)),
         # (1.5, 0.6): 1 / |1 - 2| = 1; (2.0, 0.6): 2 / |2 - 2| = inf.

@@ -199,7 +199,7 @@ def test_a_failure_is_an_event_and_the_next_one_goes_on(
 def test_a_process_that_cannot_be_started_is_such_a_failure(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At a limit of processes: the training goes on, and so do later exports."""
+    """At a limit of processes: training continues, and so do later exports."""
 
     def refused(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

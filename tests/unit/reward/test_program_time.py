@@ -105,7 +105,7 @@ def test_a_sandbox_that_is_killed_has_not_judged() -> None:
     ],
 )
 def test_sleep_and_processor_time_are_the_programs_own(source: str) -> None:
-    """So waiting is no way out of a verdict."""
+    """So waiting is not a way out of a verdict."""
     with Sandbox(source, "", 512, 1.0) as sandbox:
         ended = sandbox.run("", 1.0)
     assert ended is None or ended.code == -signal.SIGKILL

@@ -69,7 +69,7 @@ async def test_a_failure_loses_one_response_and_is_reported() -> None:
 
 
 async def test_what_a_worker_gives() -> None:
-    """Named rewards add up; what a function prints is no answer; it sees the whole prompt, and no torch.
+    """Named rewards add up; what a function prints is not an answer; it sees the whole prompt, and no torch.
 
     No other process may look into a worker (PR_SET_DUMPABLE is 0): it holds the answers, and keys.
     """

@@ -94,7 +94,7 @@ class Boxes:
 
 
 async def test_what_counts_as_unanswered(tmp_path: Path) -> None:
-    """No box but in a thinking part that the prompt opened. A program has none: a box in it is no answer."""
+    """No box outside a thinking part that the prompt opened. A program's box is not an answer."""
     made = world(tmp_path)
     made.dataset = dataclasses.replace(made.dataset, tokenizer=Boxes())
     reward = dataclasses.replace(made.config.reward, function="math_or_code")

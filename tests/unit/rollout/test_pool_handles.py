@@ -222,7 +222,7 @@ async def test_the_digest_of_weights_by_handles_counts_for_a_load_by_disk(tmp_pa
 
 
 async def test_a_lost_engine_recovers_with_its_current_weights(tmp_path: Path) -> None:
-    """One failed request is no reason to start a server again, nor to change the GPUs' turn."""
+    """One failed request is not a reason to start a server again, nor to change the GPUs' turn."""
     async with released(tmp_path, "one", "two", sampled=True) as (world, pool, both, asleep):
         await handed_over(world, asleep, 1)
         await world.call("admit")

@@ -163,7 +163,7 @@ async def test_request_seeds_are_of_the_place_in_the_data(tmp_path: Path) -> Non
         await world.train(1)
         await world.train(2)  # the second epoch
     assert len({request.params.seed for request in engine.asked}) == 24
-    assert request_seed(0, 1, 2, 3) == 6463705122041852897  # a run that goes on draws as before
+    assert request_seed(0, 1, 2, 3) == 6463705122041852897  # a run that continues draws as before
 
 
 async def test_rounds_give_the_same_groups_however_long_scoring_takes(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ async def test_damage_is_reported_with_its_offset_and_costs_only_its_record(tmp_
     (event,) = [event for event in world.events if event["kind"] == "journal_damaged"]
     assert f"at offset {second.offset} are damaged" in event["detail"]
     assert min(request.prefix_tokens for request in engine.asked) == 2  # from before the hole
-    assert prompt_ids(batch) == [0, 1, 2], "a response that goes on behind the hole is refused"
+    assert prompt_ids(batch) == [0, 1, 2], "a response that continues behind the hole is refused"
     assert [len(r.token_ids_R) for group in batch.groups for r in group.rollouts] == [7] * 6
 
 

@@ -91,10 +91,15 @@ def trained(
     ("text", "algorithm"),
     slow_but(
         [
-            *(("dp3", EVERYTHING), ("dp2-cp2", PLAIN), ("dp2-tp2-pp2", EVERYTHING)),
-            *(("pp2-vpp2", PLAIN), ("dp2-cp2", EVERYTHING)),
+            ("dp3", EVERYTHING),
+            ("dp2-cp2", PLAIN),
+            ("dp2-tp2-pp2", EVERYTHING),
+            ("pp2-vpp2", PLAIN),
+            ("dp2-cp2", EVERYTHING),
         ],
-        *(("dp3", EVERYTHING), ("dp2-cp2", PLAIN), ("dp2-tp2-pp2", EVERYTHING)),
+        ("dp3", EVERYTHING),
+        ("dp2-cp2", PLAIN),
+        ("dp2-tp2-pp2", EVERYTHING),
     ),
     ids=lambda one: one if isinstance(one, str) else "plain" if one is PLAIN else "everything",
 )

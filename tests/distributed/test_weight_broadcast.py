@@ -149,7 +149,8 @@ def test_the_next_bucket_is_gathered_while_one_is_sent(start: Any, sender: Weigh
     ("number", "lost"),
     slow_but(
         [(signal.SIGKILL, 1), (signal.SIGSTOP, 1), (signal.SIGKILL, 0), (signal.SIGKILL, 2)],
-        *((signal.SIGKILL, 1), (signal.SIGSTOP, 1)),
+        (signal.SIGKILL, 1),
+        (signal.SIGSTOP, 1),
     ),
 )
 def test_a_receiver_is_lost(number: int, lost: int, start: Any, impatient: WeightBroadcast) -> None:

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bapo_megatron.commands.doctor import packages
+from bapo_megatron.commands.doctor import packages, recipe
 from bapo_megatron.commands.doctor.doctor import DoctorArguments, guarded
 from bapo_megatron.commands.doctor.packages import (
     PACKAGES,
@@ -214,3 +215,13 @@ def test_a_section_that_raises_fails_only_itself() -> None:
 def test_the_command_line(words: str) -> None:
     assert DoctorArguments.of(words.split()) == DoctorArguments(Path("a.py"), ("--steps", "3"), True)
     assert DoctorArguments.of(["--json"]) == DoctorArguments(None, (), True)
+
+
+def test_trials_that_end_their_process_leave_what_was_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = json.dumps({"problems": ["steps=0: must be at least 1"], "facts": None, "trials": None}) + "\n"
+    child = SimpleNamespace(output=told, code=-9, reason=lambda: "killed by signal 9")
+    monkeypatch.setattr(recipe, "run_module", lambda *_: child)
+    rows, facts = recipe.check_recipe(ROOT / "recipes/demo_cpu.py", [])
+    assert [row.state for row in rows] == ["problem", "optional"]
+    assert rows[1].found == "its process did not end them: killed by signal 9"
+    assert facts is None

@@ -148,6 +148,22 @@ def test_a_recipe_fits_its_gpus_and_a_run_accepts_its_servers(
     assert rows == ([] if alone else ["optional"])
 
 
+@pytest.mark.parametrize("in_job", [False, True])
+def test_servers_on_gpus_that_train_are_a_problem_where_no_job_can_move_them(
+    in_job: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "has_cuda", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if in_job:
+        monkeypatch.setenv("SLURM_JOB_ID", "1")
+    run = load("partial_rollout_7b")
+    beside = replace(run.rollout.sglang, first_gpu=0, python=Path(sys.executable))
+    [row] = placement_rows(replace(run, rollout=replace(run.rollout, sglang=beside)))
+    assert row.state == ("optional" if in_job else "problem")
+
+
 @pytest.mark.parametrize("name", COLOCATED)
 def test_a_tenth_of_a_gpu_is_free_in_both_turns(name: str) -> None:
     """And of a node's host memory, if it has 1 TB. All processes of the job are on one node."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -181,6 +182,10 @@ def test_a_retryable_failure_is_retried(
     [line] = [record for record in caplog.records if "asked again" in record.message]
     assert server.url in line.message
     assert KEY not in caplog.text
+
+
+def test_an_address_that_is_not_one_is_in_no_error() -> None:
+    assert client._words(aiohttp.InvalidURL(f"http://judge:{KEY}@h ost/v1")) == "InvalidURL"
 
 
 def test_an_answer_that_does_not_end_is_given_up() -> None:

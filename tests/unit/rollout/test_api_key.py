@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -138,13 +139,12 @@ kill -9 $$
 """
 
 
-def remover_waits(folder: Path) -> bool:
-    """Whether the process that shall remove it is at its read, after which it would be done at once."""
+def removers(folder: Path) -> list[psutil.Process]:
+    """The process that shall remove it, once it is at its read, after which it would be done at once."""
     found = psutil.process_iter(["cmdline", "status"])
-    [remover] = [one for one in found if str(folder) in (one.info["cmdline"] or ())] or [None]
-    if remover is None or remover.info["status"] != psutil.STATUS_SLEEPING:
-        return False
-    return os.getsid(remover.pid) == remover.pid
+    waiting = [one for one in found if one.info["status"] == psutil.STATUS_SLEEPING]
+    named = [one for one in waiting if str(folder) in (one.info["cmdline"] or ())]
+    return [one for one in named if os.getsid(one.pid) == one.pid]
 
 
 def test_rollout_server_leaves_no_folder_even_if_it_is_killed(tmp_path: Path) -> None:
@@ -155,7 +155,10 @@ def test_rollout_server_leaves_no_folder_even_if_it_is_killed(tmp_path: Path) ->
     command = start_bapo("rollout-server", "recipes/demo_sglang_cpu.py", *flags)
     until((tmp_path / "place").is_symlink)
     folder = Path(os.readlink(tmp_path / "place"))
-    until(lambda: not folder.exists() or remover_waits(folder))
+    until(lambda: not folder.exists() or removers(folder))
+    for remover in removers(folder):
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # Slurm's, to each process of a step
+            remover.send_signal(number)
     (tmp_path / "go").touch()
     assert Path(command.communicate(timeout=600)[0].decode().split()[-1]) == folder
     assert (command.wait(), folder.name[:5]) == (-9, "bapo-")

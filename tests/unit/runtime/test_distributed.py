@@ -218,12 +218,18 @@ def test_an_error_of_all_ranks_takes_groups_of_nccl_down(monkeypatch: pytest.Mon
 
 
 MANY_GROUPS = """
+import gc
 import resource
 import torch.distributed as dist
 from bapo_megatron.runtime.distributed import process_group, run_processes
+from bapo_megatron.runtime.garbage import collect_rarely
 
 def worker():
+    usual = gc.get_threshold()
+    collect_rarely()  # as a command
     with process_group("gloo", 1):
+        assert gc.get_threshold() == usual, "a rank collects as often as ever"
+        assert gc.get_freeze_count(), "but not its imports"
         for _ in range(30):
             dist.new_group([0, 1])
         dist.barrier()

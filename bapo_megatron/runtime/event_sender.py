@@ -4,8 +4,7 @@
 
 A run's rank 0, whose process id is PID, starts it. It resumes where an earlier start's sender stopped, and so
 also sends events that the job's shell wrote between two starts. As a separate process it can report a hanging
-run as `stalled` and a killed one as `failed`, and a hanging target delays no step. Each target has an
-``Outbox``, in which events wait until the target accepts them. No torch.
+run as `stalled` and a killed one as `failed`, and a hanging target delays no step. No torch.
 
 Standard input: the ``SenderSettings`` as a line of JSON; at the run's end, the seconds left for queued
 events. If the pipe closes without that second line, the run was killed.
@@ -16,7 +15,6 @@ events. If the pipe closes without that second line, the run was killed.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -40,70 +38,20 @@ from bapo_megatron.runtime.jsonl_log import EventLog, append_event, parse_row, r
 from bapo_megatron.runtime.run_paths import RunPaths
 
 QUIET_S = 60.0
-"""Rate limit: for this many seconds after a message, events of its kind are held and then sent as one."""
-
-Send = Callable[[dict[str, Any], int], None]
-"""Sends an event and the number of events of its kind that it stands for; raises Refused if not accepted."""
+"""Seconds for which events of a kind are held back after a message of it, and then sent as one; and after
+which a target that has refused a message is asked again."""
 
 
 @dataclass
-class _Queued:
+class _Waiting:
+    """Event that some targets have not accepted yet."""
+
     event: dict[str, Any]
-    """Newest event of the kind."""
+    """Newest event of its kind."""
     begin: int
     """Byte offset in events.jsonl of the oldest event's line."""
-    count: int = 1
-
-
-class Outbox:
-    """Event queue of one target. ``add`` queues an event, replacing an earlier one of its kind (and counting
-    it), so the queue stays short however long the target is down. ``deliver`` is called repeatedly, and
-    blocks while it sends. A kind then rests for a minute, whether or not the target has accepted its event.
-    """
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._queued: dict[str, _Queued] = {}
-        self._rests_until: dict[str, float] = {}
-        self.refused: set[str] = set()
-        """Queued kinds that the target has refused."""
-
-    def add(self, event: dict[str, Any], begin: int) -> None:
-        """Queue an event; its line begins at byte ``begin`` of events.jsonl."""
-        kind = str(event["kind"])
-        if queued := self._queued.get(kind):
-            queued.event, queued.count = event, queued.count + 1
-        else:
-            self._queued[kind] = _Queued(event, begin)
-
-    def position(self, read: int) -> int:
-        """Return the resume offset in events.jsonl: the oldest queued event's, or ``read`` without one."""
-        return min((queued.begin for queued in self._queued.values()), default=read)
-
-    def is_empty(self) -> bool:
-        return not self._queued
-
-    def deliver(
-        self, now: float, at_once: bool = False, is_over: Callable[[], bool] = lambda: False
-    ) -> str | None:
-        """Send the events that are due (``at_once``: all), oldest first, until ``is_over``; blocks. Never
-        raises Refused: returns the reason of a failure if no earlier failure is pending, else None."""
-        was_failing, reason = bool(self.refused), None
-        for kind, queued in sorted(self._queued.items(), key=lambda item: item[1].begin):
-            if is_over():
-                break
-            if not at_once and now < self._rests_until.get(kind, now):
-                continue
-            self._rests_until[kind] = now + QUIET_S
-            try:
-                self._send(queued.event, queued.count)
-            except Refused as refused:
-                self.refused.add(kind)
-                reason = reason or str(refused)
-            else:
-                self.refused.discard(kind)
-                del self._queued[kind]
-        return None if was_failing else reason
+    counts: dict[str, int]
+    """By target without it, the number of events of the kind that it stands for."""
 
 
 _LEAST_S, _UNKNOWN_S = 600.0, 3600.0
@@ -193,11 +141,12 @@ class SenderSettings:
 
 
 class EventSender:
-    """Event sender of one run: ``read`` queues new events, ``deliver`` sends them to each target,
+    """Event sender of one run: ``read`` takes new events, ``deliver`` sends them to the targets,
     ``check_progress`` writes an event when the run stalls or makes progress again. Each call blocks.
 
-    Failed sends are repeated. RUN/on_event.json stores each target's position, so after a kill an event may
-    be sent twice. Waiting events of one kind are sent as one, with their count.
+    Failed sends are repeated each minute. RUN/on_event.json stores the offset in events.jsonl up to which all
+    targets have all events, so a start after a kill or a refusal may send an event twice. Waiting events of
+    one kind are sent as one, with their count: the queue stays short however long a target is down.
     """
 
     def __init__(self, order: SenderSettings) -> None:
@@ -207,16 +156,17 @@ class EventSender:
         sends the rest within the run's limit; a message to a hanging target takes 20 s."""
         self._deadline: float | None = None
         """On the monotonic clock; None until the run has ended."""
-        self._keys = [hashlib.sha256(target.encode()).hexdigest()[:12] for target in order.targets]
-        self._boxes = [Outbox(partial(self._send, target)) for target in order.targets]
-        stored: dict[str, int] = {}
-        with suppress(OSError, ValueError, KeyError):  # without positions new targets begin at this start
-            stored = json.loads(self._paths.on_event.read_text())["sent"]
-        # Smaller than a position if a lost node had its last lines.
-        size = _status(self._paths.events, "st_size")
-        starts = (stored.get(key, order.offset) for key in self._keys)
-        self._positions = [start if start <= size else order.offset for start in starts]
-        self._read = min(self._positions)
+        self._waiting: dict[str, _Waiting] = {}  # by kind
+        self._rests_until: dict[str, float] = {}  # by kind
+        self._failing: set[str] = set()
+        """Targets that refused their last message."""
+        self._stored: int | None = None
+        with suppress(OSError, ValueError, KeyError):
+            sent = json.loads(self._paths.on_event.read_text())["sent"]
+            self._stored = min(sent.values()) if isinstance(sent, dict) else sent  # formerly one per target
+        self._read = order.offset if self._stored is None else self._stored
+        if self._read > _status(self._paths.events, "st_size"):  # a lost node had the last lines
+            self._read = order.offset
         self._has_ended = False
         """Whether the run has reported its end; after that it only waits for its boards."""
         self._begun = file_time(self._paths.root)
@@ -226,31 +176,31 @@ class EventSender:
         """Interval of ``check_progress`` calls, seconds."""
 
     def read(self) -> None:
-        """Queue events written since the last call; none while the file system fails."""
+        """Take events written since the last call; none while the file system fails."""
         with suppress(OSError), self._paths.events.open("rb") as file:
             file.seek(self._read)
-            block = file.read(_BLOCK)
-            if b"\n" not in block and len(block) == _BLOCK:
-                self._read += len(block)  # an event that long is not sent
-            for line in block.split(b"\n")[:-1]:  # a damaged line may contain a carriage return
+            for line in file.read().split(b"\n")[:-1]:  # a damaged line may contain a carriage return
                 self._take(line, self._read)
                 self._read += len(line) + 1
 
     def deliver(self, at_once: bool = False) -> bool:
-        """Send due events and store each target's resume offset; return whether any are queued."""
-        pairs = zip(self._order.targets, self._boxes, strict=True)
-        for target, box in sorted(pairs, key=lambda pair: bool(pair[1].refused)):  # working targets first
-            if reason := box.deliver(time.monotonic(), at_once, self.is_awaited):
-                print(f"{shown(target)}: {reason}", file=sys.stderr, flush=True)
-                self._note("on_event_failed", target=shown(target), reason=reason)
+        """Send the events that are due (``at_once``: all), oldest first, to working targets first; return
+        whether any still wait."""
+        now = time.monotonic()
+        due = [kind for kind in self._waiting if at_once or now >= self._rests_until.get(kind, now)]
+        self._rests_until |= dict.fromkeys(due, now + QUIET_S)
+        for target in sorted(self._order.targets, key=self._failing.__contains__):
+            for kind in due:
+                if target in self._waiting[kind].counts and not self.is_awaited():
+                    self._send(target, kind)
+        self._waiting = {kind: one for kind, one in self._waiting.items() if one.counts}
         # After the sends: a kill in between sends an event twice but loses none.
-        positions = [box.position(self._read) for box in self._boxes]
-        if positions != self._positions:
-            self._positions = positions
-            sent = dict(zip(self._keys, positions, strict=True))
+        sent = min((one.begin for one in self._waiting.values()), default=self._read)
+        if sent != self._stored:
+            self._stored = sent
             with suppress(OSError):  # disk full: they are sent again
                 write_atomically(self._paths.on_event, json.dumps({"sent": sent}) + "\n")
-        return not all(box.is_empty() for box in self._boxes)
+        return bool(self._waiting)
 
     def check_progress(self) -> None:
         """Write `stalled` or `progress_again` to events.jsonl when the run's state changes."""
@@ -293,27 +243,37 @@ class EventSender:
             event = parse_row(line)
         except ValueError:
             return
-        self._has_ended |= event.get("kind") in ENDS and begin >= self._order.offset
+        kind = str(event.get("kind"))
+        self._has_ended |= kind in ENDS and begin >= self._order.offset
         if is_sent(event):
-            for box, position in zip(self._boxes, self._positions, strict=True):
-                if begin >= position:
-                    box.add(event, begin)
+            earlier = self._waiting.get(kind, _Waiting(event, begin, {}))
+            counts = {target: earlier.counts.get(target, 0) + 1 for target in self._order.targets}
+            self._waiting[kind] = _Waiting(event, earlier.begin, counts)
 
-    def _send(self, target: str, event: dict[str, Any], count: int) -> None:
-        order = self._order
-        left = LIMIT_S
+    def _send(self, target: str, kind: str) -> None:
+        order, waiting = self._order, self._waiting[kind]
+        left, count = LIMIT_S, waiting.counts[target]
         if self._deadline is not None:  # a hanging target leaves the others their share
             left = min(LIMIT_S, (self._deadline - time.monotonic()) / len(order.targets))
-        if left <= 0:
-            raise Refused("there was no time left")
         message = {
-            "text": sent_text(order.name, event, count),
+            "text": sent_text(order.name, waiting.event, count),
             "run": order.name,
             "run_dir": order.run_dir,
             "count": count,
-            "event": event,
+            "event": waiting.event,
         }
-        send(target, message, self._paths.on_event_log, left)
+        try:
+            if left <= 0:
+                raise Refused("there was no time left")
+            send(target, message, self._paths.on_event_log, left)
+        except Refused as refused:
+            if target not in self._failing:
+                print(f"{shown(target)}: {refused}", file=sys.stderr, flush=True)
+                self._note("on_event_failed", target=shown(target), reason=str(refused))
+            self._failing.add(target)
+        else:
+            self._failing.discard(target)
+            del waiting.counts[target]
 
     def _note(self, kind: str, **fields: Any) -> None:
         with suppress(OSError):

@@ -127,7 +127,7 @@ class RunPaths:
         self.after_export = root / "after_export.json"
         """Exports with a successful ``checkpoint.after_export``."""
         self.on_event = root / "on_event.json"
-        """Resume offset in events.jsonl of each ``logging.on_event`` target."""
+        """Resume offset in events.jsonl of the ``logging.on_event`` targets."""
         self.engines = root / "engines"
         """Addresses of a Slurm job's rollout servers, one file each."""
         self.slurm_state = root / "slurm.state"

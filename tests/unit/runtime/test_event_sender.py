@@ -77,7 +77,7 @@ def test_a_target_that_is_new_gets_no_old_events(run: Path, hook: Webhook) -> No
 
 
 def test_undelivered_events_are_sent_by_the_next_start(run: Path, hook: Webhook) -> None:
-    """The target beside it gets nothing twice. The failure is an event, once, which is not sent."""
+    """The target beside it gets them again. The failure is an event, once, which is not sent."""
     hook.answer = 503
     log = run / "taken"
     tee = f"""sh -c 'echo "$BAPO_EVENT" >> {log}'"""
@@ -86,14 +86,111 @@ def test_undelivered_events_are_sent_by_the_next_start(run: Path, hook: Webhook)
     passed(sender)
     written(run, "engine_lost")
     passed(sender)
+    assert log.read_text().split() == ["start", "engine_lost"]
     hook.answer = 200
     hook.messages.clear()
-    passed(EventSender(order(run, hook.url, tee)))
+    passed(EventSender(order(run, hook.url, tee, offset=size(run))))
     assert hook.kinds() == ["start", "engine_lost"]
-    assert log.read_text().split() == ["start", "engine_lost"]
+    assert log.read_text().split() == 2 * ["start", "engine_lost"]
     failures = [row for row in read_jsonl(run / "events.jsonl") if row["kind"] == "on_event_failed"]
     assert [row["reason"] for row in failures] == ["HTTP 503 Service Unavailable"]
     assert "S3CRET" not in (run / "events.jsonl").read_text() + (run / "on_event.json").read_text()
+
+
+def test_positions_of_an_earlier_version_are_read(run: Path, hook: Webhook) -> None:
+    written(run, "start")
+    size = (run / "events.jsonl").stat().st_size
+    written(run, "job_requeue")
+    (run / "on_event.json").write_text(
+        json.dumps({"sent": {"9f86d081884c": 10 * size, "60303ae22b99": size}})
+    )
+    passed(EventSender(order(run, hook.url, offset=10**6)))
+    assert hook.kinds() == ["job_requeue"]
+
+
+class Targets:
+    """Targets that take messages, of which some are dead; and a clock."""
+
+    def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.dead: set[str] = set()
+        self.refused_kind = ""
+        self.taken: list[tuple[str, str, int, int]] = []
+        """Target, kind, step and count of each message."""
+        self.now, self.tried = 1000.0, 0
+        self.run, self.sender = run, EventSender(order(run, "a", "b"))
+        monkeypatch.setattr(event_sender, "send", self._send)
+        monkeypatch.setattr(event_sender.time, "monotonic", lambda: self.now)
+
+    def _send(self, target: str, message: dict[str, Any], *_: object) -> None:
+        self.tried += 1
+        event = message["event"]
+        if target in self.dead or event["kind"] == self.refused_kind:
+            raise Refused("dead")
+        self.taken.append((target, event["kind"], event["step"], message["count"]))
+
+    def passed(self, *kinds: str) -> list[tuple[str, str, int, int]]:
+        """Write events of these kinds, with their places as steps; return what the targets get then."""
+        written(self.run, *kinds)
+        self.taken.clear()
+        self.sender.read()
+        self.sender.deliver()
+        return self.taken.copy()
+
+    def stored(self) -> int:
+        position: int = json.loads((self.run / "on_event.json").read_text())["sent"]
+        return position
+
+
+@pytest.fixture
+def targets(run: Path, monkeypatch: pytest.MonkeyPatch) -> Targets:
+    return Targets(run, monkeypatch)
+
+
+def size(run: Path) -> int:
+    return (run / "events.jsonl").stat().st_size
+
+
+def test_events_of_a_kind_are_sent_at_once_then_together(targets: Targets) -> None:
+    first = [("a", "engine_lost", 1, 1), ("b", "engine_lost", 1, 1)]
+    assert targets.passed("engine_lost") == first
+    before = size(targets.run)
+    assert targets.stored() == before
+    targets.now += event_sender.QUIET_S - 1
+    assert targets.passed(*["engine_lost"] * 3, "engine_gap")[0] == ("a", "engine_gap", 4, 1)
+    assert targets.stored() == before  # before the oldest that waits
+    targets.now += 1
+    assert targets.passed() == [("a", "engine_lost", 3, 3), ("b", "engine_lost", 3, 3)]
+    assert targets.stored() == size(targets.run)
+    targets.passed("engine_lost")
+    assert targets.taken == []
+    targets.sender.deliver(at_once=True)  # the end of a run does not wait
+    assert targets.taken == first
+
+
+def test_a_dead_target_is_asked_again_each_minute_and_reported_once(targets: Targets) -> None:
+    targets.dead = {"a"}
+    assert targets.passed("engine_lost") == [("b", "engine_lost", 1, 1)]
+    for _ in range(8):
+        targets.now += 30.0
+        assert targets.passed() == []
+    assert targets.tried == 2 + 4
+    targets.now += 60.0
+    assert targets.passed("done", "engine_lost") == [("b", "engine_lost", 2, 1), ("b", "done", 1, 1)]
+    assert targets.stored() == 0
+    targets.dead.clear()
+    targets.now += 60.0
+    assert targets.passed() == [("a", "engine_lost", 2, 2), ("a", "done", 1, 1)]
+    assert targets.stored() == size(targets.run)
+    targets.dead, targets.now = {"a"}, targets.now + 60.0  # it had worked in between
+    targets.passed("engine_lost")
+    told = [row["kind"] for row in read_jsonl(targets.run / "events.jsonl")]
+    assert told.count("on_event_failed") == 2
+
+
+def test_a_refused_message_does_not_block_others(targets: Targets) -> None:
+    targets.refused_kind = "engine_lost"
+    assert targets.passed("engine_lost", "done") == [("a", "done", 2, 1), ("b", "done", 2, 1)]
+    assert targets.stored() == 0
 
 
 def test_a_torn_line_is_read_once_it_is_complete_and_damaged_ones_are_passed_over(
@@ -105,10 +202,9 @@ def test_a_torn_line_is_read_once_it_is_complete_and_damaged_ones_are_passed_ove
         file.flush()
         passed(sender)
         file.write('ne", "step": 9}\nno json\n[1]\nx\ry\n{"kind": "start",\r"step": 1}\n')
-        file.write(json.dumps({"kind": "failed", "reason": 3 * (1 << 20) * "x"}) + "\n")
     for _ in range(6):  # what follows a carriage return is not sent again and again
         passed(sender)
-    written(run, "resume")  # after an event that is too long to be sent
+    written(run, "resume")
     passed(sender)
     assert hook.kinds() == ["done", "start", "resume"]
     (run / "on_event.json").write_text("")  # as of another hand: the sender starts
@@ -211,9 +307,10 @@ def test_a_run_that_has_told_its_end_is_not_told_as_killed(run: Path, hook: Webh
     written(run, "resume", "preempted")
     sender.killed()
     assert hook.kinds() == ["resume", "preempted"]
+    (run / "on_event.json").write_text('{"sent": 0}')  # what the earlier start has not sent is told, too
     sender = EventSender(order(run, hook.url, offset=(run / "events.jsonl").stat().st_size))
     sender.killed()
-    assert hook.kinds()[2:] == ["failed"]
+    assert hook.kinds()[2:] == ["done", "resume", "preempted", "failed"]
 
 
 # --- the process ----------------------------------------------------------------------------------

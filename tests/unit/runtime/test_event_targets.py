@@ -1,11 +1,10 @@
-"""Targets of `logging.on_event`, slow, dead and wrong ones too; their outboxes, and the kinds of events."""
+"""Targets of `logging.on_event`, slow, dead and wrong ones too; and the kinds of events."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,6 @@ from bapo_megatron.runtime.event_kinds import (
     is_trouble,
     sent_text,
 )
-from bapo_megatron.runtime.event_sender import QUIET_S, Outbox
 from bapo_megatron.runtime.event_targets import Refused, send, shown, target_problems, unreachable_targets
 from tests.support.event_kinds import written_kinds
 from tests.support.webhook import Webhook
@@ -111,72 +109,6 @@ def test_a_target_is_named_by_its_host() -> None:
     assert shown("https://hooks.slack.com/services/T/B/S3CRET") == "https://hooks.slack.com/..."
     assert shown("https://user:S3CRET@h:80?S3CRET") == "https://h:80/..."
     assert shown("$HOOK") == "'$HOOK'"
-
-
-class Target:
-    def __init__(self) -> None:
-        self.is_dead = False
-        self.refuses: str | None = None
-        self.tried = 0
-        self.taken: list[tuple[str, int, int]] = []
-
-    def __call__(self, event: dict[str, Any], count: int) -> None:
-        self.tried += 1
-        if self.is_dead or event["kind"] == self.refuses:
-            raise Refused("dead")
-        self.taken.append((event["kind"], event["step"], count))
-
-
-def event(kind: str, step: int = 1) -> dict[str, Any]:
-    return {"kind": kind, "step": step}
-
-
-def test_events_of_a_kind_are_sent_at_once_then_together() -> None:
-    target = Target()
-    box = Outbox(target)
-    box.add(event("lost", 1), 0)
-    assert box.deliver(0.0) is None
-    for step in (2, 3, 4):
-        box.add(event("lost", step), 100 * step)
-    box.add(event("gap", 5), 500)
-    box.deliver(QUIET_S - 1)
-    assert target.taken == [("lost", 1, 1), ("gap", 5, 1)]
-    assert box.position(600) == 200  # before the oldest that waits
-    box.deliver(QUIET_S)
-    assert target.taken[2:] == [("lost", 4, 3)]
-    assert box.position(600) == 600
-    box.add(event("lost", 6), 600)
-    box.deliver(QUIET_S, at_once=True)  # the end of a run does not wait
-    assert target.taken[3:] == [("lost", 6, 1)]
-    assert box.is_empty()
-
-
-def test_a_dead_target_is_tried_again_each_minute_and_reported_once() -> None:
-    target = Target()
-    target.is_dead = True
-    box = Outbox(target)
-    box.add(event("lost", 1), 7)
-    assert [box.deliver(30.0 * half) for half in range(9)] == ["dead", *[None] * 8]
-    assert target.tried == 5
-    box.add(event("lost", 2), 8)
-    assert box.position(9) == 7
-    target.is_dead = False
-    box.deliver(2000.0)
-    assert target.taken == [("lost", 2, 2)]
-    target.is_dead = True
-    box.add(event("lost", 3), 9)
-    assert box.deliver(4000.0) == "dead"  # it had worked in between
-
-
-def test_a_refused_message_does_not_block_others() -> None:
-    target = Target()
-    target.refuses = "lost"
-    box = Outbox(target)
-    box.add(event("lost"), 0)
-    box.add(event("done"), 1)
-    assert box.deliver(0.0) == "dead"
-    assert target.taken == [("done", 1, 1)]
-    assert box.position(2) == 0
 
 
 def test_every_kind_that_is_shown_or_sent_is_written_under_its_name() -> None:

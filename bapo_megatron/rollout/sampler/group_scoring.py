@@ -1,8 +1,7 @@
 """Background scoring of complete groups, part of ``SamplerLoop``; drops groups useless for training.
 
 ``GroupScoring.begin(group)`` starts a task when the last response is complete: it computes the rewards
-(``scoring.group_scores``), in distillation also the teacher's log-probs, and posts them as an event. A group
-whose scores all failed waits and is rescored (``FailedScores``).
+(``scoring.group_scores``), in distillation also the teacher's log-probs, and posts them as an event.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from bapo_megatron.algo.advantages import is_uniform
 from bapo_megatron.config import RunConfig
+from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.events import group_scored
-from bapo_megatron.rollout.sampler.scoring import RETRY_S, FailedScores, Scorer, group_scores
+from bapo_megatron.rollout.sampler.scoring import FailedScores, Scorer, group_scores
 from bapo_megatron.rollout.sampler.state import FinishedGroup, OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.teacher import Teacher, group_log_probs
 from bapo_megatron.rollout.sampler.write_ahead_log import Record
@@ -38,7 +38,6 @@ class GroupScoring:
         self._failed = FailedScores(rollout.prompts_per_step, reward.outage_minutes, report)
         self._teacher = teacher
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._retrying: asyncio.Task[None] | None = None  # rescores waiting groups; None while none waits
 
     def start(
         self,
@@ -61,25 +60,26 @@ class GroupScoring:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._tasks) or self._failed.is_waiting
+        return bool(self._tasks)
 
-    def begin(self, group: OpenGroup, is_last_try: bool = False) -> None:
-        self._tasks[group.number] = task = asyncio.create_task(self._score(group, is_last_try))
+    def begin(self, group: OpenGroup) -> None:
+        self._tasks[group.number] = task = asyncio.create_task(self._score(group))
         task.add_done_callback(self._note_error)
 
     def cancel(self, number: int) -> None:
-        self._failed.forget(number)
         if task := self._tasks.pop(number, None):
             task.cancel()
 
     def close(self) -> None:
-        for task in [*self._tasks.values(), *([self._retrying] if self._retrying else [])]:
+        for task in self._tasks.values():
             task.cancel()
 
-    async def _score(self, group: OpenGroup, is_last_try: bool) -> None:
-        """Score a group; if the results count, post its rewards and drop it if it is useless for training."""
-        results = await group_scores(self._dataset, self._scorer, group, self._reward.failed)
-        leaves_out = self._reward.on_failure == "leave_out"
+    async def _score(self, group: OpenGroup) -> None:
+        """Score a group, post its rewards, and drop it if it is useless for training."""
+        results = await self._results(group)
+        failures = [result.failure for result in results if result.failure]
+        # Without any score `reward.failed` would be the reward of all, for what says nothing about them.
+        leaves_out = self._reward.on_failure == "leave_out" or len(failures) == len(results)
         rewards = [None if result.failure and leaves_out else result.reward for result in results]
         named = [result.named for result in results]
         why = self._why_useless(rewards, named)
@@ -88,16 +88,6 @@ class GroupScoring:
             prompt = self._dataset.prompts[group.index].token_ids_P
             taught = await group_log_probs(self._teacher, prompt, group)
         del self._tasks[group.number]
-        if not self._failed.passes(group, results, is_last_try, asyncio.get_running_loop().time()):
-            if self._retrying is None:
-                self._retrying = asyncio.create_task(self._retry())
-                self._retrying.add_done_callback(self._note_error)
-            return
-        if self._failed.is_outage:
-            rewards, why = [None] * len(rewards), "failed"  # environments': nothing is trained on them
-        failures = [result.failure for result in results if result.failure]
-        if len(failures) < len(results):  # scoring works
-            self._score_again()
         scores = [
             None if reward is None else reward if result.score is None else result.score
             for reward, result in zip(rewards, results, strict=True)
@@ -106,16 +96,15 @@ class GroupScoring:
         if why:
             self._drop(group, why)
 
-    async def _retry(self) -> None:
-        while self._failed.is_waiting:
-            await asyncio.sleep(RETRY_S)
-            self._score_again()
-        self._retrying = None
-
-    def _score_again(self) -> None:
-        groups, is_last_try = self._failed.to_score_again(asyncio.get_running_loop().time())
-        for group in groups:
-            self.begin(group, is_last_try)
+    async def _results(self, group: OpenGroup) -> list[RewardResult]:
+        """Return a group's results once they count (``FailedScores``)."""
+        is_retry = False
+        while True:
+            results = await group_scores(self._dataset, self._scorer, group, self._reward.failed)
+            if self._failed.count(group.number, results, is_retry):
+                return results
+            await self._failed.pause()
+            is_retry = True
 
     def _why_useless(
         self, rewards: Sequence[float | None], named: Sequence[Mapping[str, float]]

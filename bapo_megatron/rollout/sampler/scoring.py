@@ -1,8 +1,7 @@
 """Scoring of complete groups: decodes their responses, computes the rewards and detects scoring outages.
 
 ``group_scores`` returns a ``RewardResult`` per response of a group, and ``response_score`` that of one;
-``FailedScores`` decides whether a group's results count; one whose scores all failed waits and is scored
-again, and a long outage raises RunStopped.
+``FailedScores`` decides whether a group's results count, or whether it waits and is scored again.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -111,9 +111,6 @@ def _finite(result: RewardResult, failed: float) -> RewardResult:
     return RewardResult(failed, "not finite", f"{result.reward:g}: a reward may be as large as 1e18")
 
 
-ScoredGroup = tuple[OpenGroup, list[RewardResult]]
-"""A complete group and its responses' results."""
-
 RETRY_S = 10.0  # seconds between attempts to rescore waiting groups
 
 _OUTAGE_GROUPS = 8
@@ -121,93 +118,70 @@ _OUTAGE_GROUPS = 8
 
 
 class FailedScores:
-    """Rescoring rules for groups whose scores all failed (a judge is down); many in a row are an *outage*.
+    """Rules for groups whose scores all failed (a judge is down); many in a row are an *outage*.
 
-    ``passes`` returns whether a group's results count. If not, the group waits; every ``RETRY_S`` seconds and
-    after a successful score, ``GroupScoring`` rescores what ``to_score_again`` returns. Outside an outage a
-    group is rescored once, and then its results count. In an outage one group is rescored at a time until a
-    score succeeds; after ``outage_minutes`` RunStopped is raised. Before a run's first successful score no
-    group is rescored, and ConfigError is raised once a whole step's groups wait. A resumed run rescores the
-    waiting groups. No retry helps a group whose environments all failed: in an outage one such group is
-    dropped at each retry, and the new one in its place shows whether environments work again.
+    ``count`` returns whether a group's results count: with a score, or, outside an outage, at a retry.
+    Otherwise the group waits (``pause``) and is scored again: once another group has a score, else about one
+    group every ``RETRY_S`` seconds. An outage of ``outage_minutes`` raises RunStopped; before a run's first
+    score no failure counts, and a whole step's groups without one raise ConfigError. No retry helps a group
+    whose environments all failed: it counts at its retry also in an outage, and the new group in its place
+    shows whether environments work again.
     """
 
     def __init__(self, groups_per_step: int, outage_minutes: float, report: Report) -> None:
         self._groups_per_step, self._outage_minutes, self._report = groups_per_step, outage_minutes, report
-        self._waiting: dict[int, ScoredGroup] = {}
-        self._failed: set[int] = set()  # numbers of groups that failed since the last successful score
+        self._outage_groups = max(2, min(_OUTAGE_GROUPS, groups_per_step))
+        self._failed: dict[int, list[RewardResult]] = {}  # by number, groups since the last successful score
         self._since_s = 0.0  # time of the first of these failures
         self._has_scores = False  # whether any score of the run has succeeded
+        self._works = asyncio.Event()
+        self._waiting = 0
 
     def begin(self, sampler_state: SamplerState) -> None:
         """Skip the check of the first scores if the journal has a step or a successful score."""
-        succeeded = any(len(summary.failures) < len(summary.rewards) for summary in sampler_state.scored)
-        self._has_scores = sampler_state.served > 0 or succeeded
+        scored = sampler_state.scored
+        self._has_scores = sampler_state.served > 0 or any(len(x.failures) < len(x.rewards) for x in scored)
 
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self._waiting)
-
-    @property
-    def is_outage(self) -> bool:
-        """Whether ``_outage_groups`` groups failed since the last score; then what passes is not used."""
-        return len(self._failed) >= self._outage_groups
-
-    def forget(self, number: int) -> None:
-        self._waiting.pop(number, None)
-
-    def passes(self, group: OpenGroup, results: list[RewardResult], is_last_try: bool, now_s: float) -> bool:
-        """Return whether a group's results count; if not, the group waits. ``is_last_try``: failures count,
-        in an outage only those of environments. Reports the start of an outage as a run event. Raises
-        ConfigError if all scores of the first step failed."""
+    def count(self, number: int, results: list[RewardResult], is_retry: bool) -> bool:
+        """Return whether the results of the group ``number`` count. Reports the start of an outage."""
         if any(result.failure is None for result in results):
             self._has_scores = True
             self._failed.clear()
+            self._works.set()
+            self._works.clear()
             return True
+        now_s = asyncio.get_running_loop().time()
         if not self._failed:
             self._since_s = now_s
-        is_new = group.number not in self._failed
-        self._failed.add(group.number)
-        if self._has_scores and is_new and len(self._failed) == self._outage_groups:
-            told = f"{self._told(results)}; tried for {self._outage_minutes:g} minutes"
-            self._report("reward_outage", detail=told)
-        if self._has_scores and is_last_try and (not self.is_outage or _is_of_environments(results)):
-            return True
-        self._waiting[group.number] = group, results
-        if not self._has_scores and len(self._waiting) >= self._groups_per_step:
-            raise ConfigError(
-                _all_failed([result for _, waiting in self._waiting.values() for result in waiting])
-            )
-        return False
-
-    def to_score_again(self, now_s: float) -> tuple[list[OpenGroup], bool]:
-        """Remove and return the waiting groups to rescore (in an outage, one), and whether this is their last
-        try. Raises RunStopped if an outage has lasted ``outage_minutes``."""
-        if not self._has_scores or not self._waiting:  # waiting groups may have been dropped as stale
-            return [], False
-        is_outage = self.is_outage
-        (_, oldest), (_, newest) = (next(order(self._waiting.values())) for order in (iter, reversed))
+        is_new = number not in self._failed
+        self._failed[number] = results
+        failed, last, limit = len(self._failed), results[-1], f"{self._outage_minutes:g} minutes"
+        if not self._has_scores:
+            if failed >= self._groups_per_step:
+                raise ConfigError(_all_failed([*chain(*self._failed.values())]))
+            return False
+        told = f"{failed} groups in a row have no score, the last for {last.failure}: {last.detail}"
+        if is_new and failed == self._outage_groups:
+            self._report("reward_outage", detail=f"{told}; tried for {limit}")
+        is_outage = failed >= self._outage_groups
         if is_outage and now_s - self._since_s >= self._outage_minutes * 60:
             raise RunStopped(
-                f"no response could be scored for {self._outage_minutes:g} minutes (reward.outage_minutes): "
-                f"{self._told(newest)}. Nothing was trained on them. Mend what scores, then give the same "
-                "command: the responses are kept and are scored again, but failed episodes begin anew"
+                f"no response could be scored for {limit} (reward.outage_minutes): {told}. Nothing was "
+                "trained on them. Mend what scores, then give the same command: the responses are kept and "
+                "are scored again, but failed episodes begin anew"
             )
-        chosen = [group for group, _ in self._waiting.values()]
-        chosen = chosen[:1] if is_outage else chosen
-        for group in chosen:
-            del self._waiting[group.number]
-        return chosen, not is_outage or _is_of_environments(oldest)
+        return is_retry and (not is_outage or _is_of_environments(results))
 
-    @property
-    def _outage_groups(self) -> int:
-        return max(2, min(_OUTAGE_GROUPS, self._groups_per_step))
-
-    def _told(self, results: Sequence[RewardResult]) -> str:
-        last = results[-1]
-        return (
-            f"{len(self._failed)} groups in a row have no score, the last for {last.failure}: {last.detail}"
-        )
+    async def pause(self) -> None:
+        """Wait until a score succeeds, or until it is this group's turn to be scored again."""
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(RETRY_S * self._waiting):
+                await self._works.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._waiting -= 1
 
 
 def _is_of_environments(results: Sequence[RewardResult]) -> bool:
@@ -217,15 +191,10 @@ def _is_of_environments(results: Sequence[RewardResult]) -> bool:
 
 def _all_failed(results: list[RewardResult]) -> str:
     first = results[0]
-    if _is_of_environments(results):
-        return (
-            f"the environment of all {len(results)} responses of the first step failed, the first with\n\n"
-            f"{first.detail}\n\nNothing was trained. Mend environment.function, environment.settings or its "
-            "limits, then give another --run-dir: these responses are complete"
-        )
-    what = first.traceback or f"{first.failure}: {first.detail}"
     return (
-        f"all {len(results)} scores of the first step failed, the first with\n\n{what}\n\n"
-        "Nothing was trained. Mend the reward function or its limits (reward.time_limit_s, "
-        "reward.memory_limit_mb), then give the same command: the responses are kept, and are scored again"
+        f"all {len(results)} scores of the first step failed, the first with\n\n"
+        f"{first.traceback or f'{first.failure}: {first.detail}'}\n\n"
+        "Nothing was trained. Mend the reward function, its settings or limits, then give the same command: "
+        "the responses are kept, and are scored again. Where an environment failed, mend that, and give "
+        "another --run-dir: its responses are complete"
     )

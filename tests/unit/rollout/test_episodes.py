@@ -201,7 +201,7 @@ def test_a_first_step_whose_environments_all_fail_ends_the_run(
 ) -> None:
     world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "raise")
     with pytest.raises(
-        ConfigError, match=r"(?s)environment of all 6 responses .*the door is shut.* environment.settings"
+        ConfigError, match=r"(?s)all 6 scores of .*environment: .*the door is shut.*an environment failed"
     ):
         run(step_of(world), monkeypatch)
 

@@ -14,8 +14,7 @@ from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.reward.pool import Failure, RewardResult
 from bapo_megatron.rollout.sampler.response import Episode, Response
-from bapo_megatron.rollout.sampler.scoring import FailedScores, response_score
-from bapo_megatron.rollout.sampler.state import OpenGroup
+from bapo_megatron.rollout.sampler.scoring import response_score
 from bapo_megatron.types import Prompt, StepBatch
 from tests.support.accounts import check_accounts
 from tests.support.sampling import ScriptedEngine, World, prompt_ids
@@ -237,15 +236,3 @@ async def test_an_outage_that_pauses_for_one_score_costs_few_groups(tmp_path: Pa
         batch = await one.train(2)
     assert batch.metrics["rollout/groups_failed"] < 8
     assert len([event for event in one.events if event["kind"] == "reward_outage"]) == 2
-
-
-def test_an_outage_whose_groups_were_all_dropped_meanwhile_has_nothing_to_score() -> None:
-    """As too old, by new weights: the trainer may still have groups of before the outage."""
-    scores = FailedScores(4, 1.0, lambda *_, **__: None)
-    groups = [OpenGroup(number, 0, number, [], 0) for number in range(5)]
-    assert scores.passes(groups[4], [RewardResult(1.0, score=1.0)], False, 0.0)
-    for group in groups[:4]:
-        assert not scores.passes(group, [RewardResult(0.0, "time")], False, 0.0)
-    for group in groups[:4]:
-        scores.forget(group.number)
-    assert scores.to_score_again(61.0) == ([], False)

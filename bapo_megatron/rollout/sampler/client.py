@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,8 +18,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Need
@@ -32,7 +31,6 @@ from bapo_megatron.types import StepHeader
 _RESTARTS = 5  # maximum consecutive restarts without a batch in between; the next death ends the run
 _SILENT_S = 300.0  # seconds without a heartbeat during a call after which the process is killed
 _END_S = 60.0  # maximum wait for a killed process, which a hung file system may keep from ending
-_WAITS = 20  # waits per ``HeartbeatWatchdog`` timeout
 _CLOSE_S = 30.0  # maximum wait for a process to close on request
 _SERVICE = "bapo_megatron.rollout.sampler.process"
 
@@ -151,10 +149,12 @@ class SamplerClient:
     def close(self) -> None:
         """End the process, which first commits the tokens of in-flight requests; kill it on timeout."""
         try:
-            with HeartbeatWatchdog(self._process, self._pipe, _CLOSE_S):
-                self._pipe.send(None)
-                while self._pipe.recv() == ALIVE:
-                    pass
+            limit_waits(self._pipe, _CLOSE_S)
+            self._pipe.send(None)
+            while self._pipe.recv() == ALIVE:
+                pass
+        except BlockingIOError:
+            self._process.kill()
         except (OSError, EOFError):
             pass  # the process already ended
         self._pipe.close()
@@ -172,17 +172,19 @@ class SamplerClient:
 
     def _exchange(self, method: str, *arguments: Any) -> Any:
         """Make one call and return its result. Raises SamplerDied if the process ends or hangs."""
-        watch = HeartbeatWatchdog(self._process, self._pipe, _SILENT_S)
         try:
-            with watch:
-                if not self._is_set_up:
-                    self._pipe.send(self._setup)
-                    self._is_set_up = True
-                self._pipe.send((method, arguments))
-                while (reply := self._pipe.recv()) == ALIVE:
-                    watch.beat()
+            if not self._is_set_up:
+                self._pipe.send(self._setup)
+                self._is_set_up = True
+            self._pipe.send((method, arguments))
+            while (reply := self._pipe.recv()) == ALIVE:
+                pass
+        except BlockingIOError as error:
+            self._process.kill()
+            self._end()
+            raise SamplerDied(f"no heartbeat for {_SILENT_S:g} s") from error
         except (EOFError, OSError) as error:
-            raise SamplerDied(self._end(watch.kill_reason)) from error
+            raise SamplerDied(death(self._end())) from error
         kind, *rest, events = reply
         for event in events:
             self._on_event(event)
@@ -214,13 +216,13 @@ class SamplerClient:
             except SamplerDied as died:
                 why = str(died)
 
-    def _end(self, kill_reason: str | None) -> str:
-        """Reap the process and return why it ended. Raises StorageFailed if it cannot be killed."""
+    def _end(self) -> int:
+        """Reap the process and return its exit code. Raises StorageFailed if it cannot be killed."""
         if (code := self._exit_code(_END_S)) is None:
             raise StorageFailed(
                 f"the sampler's process {self._process.pid} cannot be ended; its file system may hang"
             )
-        return kill_reason or death(code)
+        return code
 
     def _exit_code(self, limit_s: float) -> int | None:
         with suppress(subprocess.TimeoutExpired):
@@ -232,6 +234,7 @@ class SamplerClient:
 
     def _launch(self) -> tuple[subprocess.Popen[bytes], Connection]:
         ours, theirs = Pipe()
+        limit_waits(ours, _SILENT_S)
         command = [sys.executable, "-m", _SERVICE, str(theirs.fileno())]
         with holding_signals():
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
@@ -240,41 +243,11 @@ class SamplerClient:
         return process, ours
 
 
-class HeartbeatWatchdog:
-    """Context manager: a thread kills ``process`` after ``limit_s`` seconds without a call of ``beat``.
-
-    Needed because a stopped or hung process keeps its pipe open, and a blocking reader would wait forever.
-    After the kill, reads and writes of ``pipe`` fail even if the process survives. The timeout is split into
-    many waits, so that a suspension of both processes for hours (a suspended job) counts as one wait.
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, limit_s: float) -> None:
-        self._process, self._pipe, self._limit_s = process, pipe, limit_s
-        self._waits = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="sampler-watch", daemon=True)
-        self.kill_reason: str | None = None
-
-    def beat(self) -> None:
-        self._waits = 0
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(self._limit_s / _WAITS):
-            self._waits += 1
-            if self._waits >= _WAITS:
-                self.kill_reason = f"no heartbeat for {self._limit_s:g} s"
-                self._process.kill()
-                # A process blocked in the kernel keeps its end of the pipe open after the kill.
-                with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:
-                    ours.shutdown(socket.SHUT_RDWR)
-                return
+def limit_waits(pipe: Connection, limit_s: float) -> None:
+    """Let reads and writes of ``pipe``, a socket, raise BlockingIOError after ``limit_s`` seconds without
+    progress: a stopped or hung process keeps its end open. A suspension of both processes (a suspended job)
+    does not count: it interrupts the call, which Python then repeats."""
+    limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
+    with socket.socket(fileno=os.dup(pipe.fileno())) as ours:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, limit)

@@ -6,6 +6,8 @@ import asyncio
 import errno
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
@@ -13,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from bapo_megatron.errors import RunStopped, StorageFailed
@@ -81,6 +84,32 @@ def test_a_call_that_is_never_read_times_out(sampler: SamplerClient, events: lis
     os.kill(sampler.state()["pid"], signal.SIGSTOP)
     sampler.start(1, {"much": "x" * 10_000_000})
     assert [event["kind"] for event in events] == ["sampler_died"]
+
+
+SUSPENDED = """
+import time
+from multiprocessing import Pipe
+from bapo_megatron.rollout.sampler.client import limit_waits
+ours, theirs = Pipe()
+limit_waits(ours, 2.0)
+print("waits", flush=True)
+began = time.monotonic()
+try:
+    ours.recv()
+except BlockingIOError:
+    print(time.monotonic() - began, flush=True)
+"""
+
+
+def test_a_suspended_job_is_not_a_silent_sampler() -> None:
+    """Both processes are stopped for longer than the limit, which begins anew when they continue."""
+    with subprocess.Popen([sys.executable, "-c", SUSPENDED], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout
+        trainer.stdout.readline()
+        psutil.Process(trainer.pid).suspend()
+        time.sleep(3.0)
+        psutil.Process(trainer.pid).resume()
+        assert float(trainer.stdout.readline()) > 3.0 + 1.9
 
 
 def test_heartbeats_are_sent_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

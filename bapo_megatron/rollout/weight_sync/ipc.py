@@ -22,14 +22,11 @@ from __future__ import annotations
 
 import inspect
 import io
-import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache, partial
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -65,8 +62,6 @@ class IpcSync:
         self._disk, self._engines, self._gpus = parts.disk, parts.client, parts.gpus
         self._on_event, self._device = parts.on_event, parts.device
         self._make_digester = parts.make_digester if parts.client is not None else None
-        if parts.device.type == "cpu":
-            remove_leftovers()
         empty = partial(shareable, device=parts.device)
         self._buckets = Buckets(int(parts.engine.bucket_mb * 2**20), parts.device, empty)
         self._step = 0
@@ -160,7 +155,6 @@ def _handles_by_bucket(
 # --- memory handles of tensors --------------------------------------------------------------------
 
 
-_OLD_S = 600.0  # age of a stale shared-memory file, longer than any hand-over
 _ARGUMENTS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 """Argument names with which a reader rebuilds a GPU tensor."""
 
@@ -184,18 +178,6 @@ def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
     with _shared_by_name():
         _HandlePickler(written).dump([(name, tensor.detach()) for name, tensor in named])
     return written.getvalue()
-
-
-def remove_leftovers(folder: Path = Path("/dev/shm")) -> None:
-    """Remove shared memory that this user's killed processes left on a CPU; nothing else removes it. Keeps
-    young files, which may belong to a process in another PID namespace."""
-    for path in folder.glob("torch_*_*_*"):
-        number = path.name.split("_")[1]
-        with suppress(OSError):  # another process was faster
-            about = path.lstat()
-            is_old = time.time() - about.st_mtime > _OLD_S and about.st_uid == os.getuid()
-            if is_old and number.isdecimal() and not Path("/proc", number).exists():
-                path.unlink()
 
 
 class _HandlePickler(ForkingPickler):

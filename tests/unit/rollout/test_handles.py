@@ -1,13 +1,9 @@
-"""Memory handles of a GPU, on a played one: readers, order, allocator; what killed processes leave on a CPU.
+"""Memory handles of a GPU, on a played one: readers, order, allocator.
 
 That SGLang's own unpickler reads the handles: tests/contract/test_released_memory.py."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +12,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from bapo_megatron.rollout.weight_sync import ipc
-from bapo_megatron.rollout.weight_sync.ipc import handles_of, remove_leftovers, shareable
+from bapo_megatron.rollout.weight_sync.ipc import handles_of, shareable
 
 
 class Gpu:
@@ -112,17 +108,3 @@ def test_shareable_memory_is_in_no_expandable_segment(
     shareable(8, torch.device("cuda", 0))
     between = [one or value for one in told]
     assert said == [*between[:1], "memory", *between[1:]]
-
-
-def test_shared_memory_of_killed_processes_is_removed(tmp_path: Path) -> None:
-    """A killed process leaves the files of its shared tensors, a bucket each, until the machine restarts."""
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    kept = (f"torch_{os.getpid()}_1_2", f"sem_{gone.pid}_1_2", "torch_x_1_2", f"torch_{gone.pid}_9_9")
-    for name in (f"torch_{gone.pid}_1_2", *kept):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (0, 0))
-    os.utime(tmp_path / kept[-1])  # so young that it may be of a process which is not seen from here
-    remove_leftovers(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == set(kept)
-    remove_leftovers(tmp_path / "nowhere")

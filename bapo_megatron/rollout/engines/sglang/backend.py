@@ -32,7 +32,7 @@ from bapo_megatron.rollout.engines.sglang.authorization import (
 )
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
-from bapo_megatron.rollout.engines.sglang.requirements import check_nccl, nccl_settings, placement_problem
+from bapo_megatron.rollout.engines.sglang.requirements import nccl_settings, placement_problem
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
     config_overrides,
@@ -58,17 +58,10 @@ class SglangBackend(EngineBackend):
     returns_routes = True
 
     def check(self, rollout: RolloutConfig, gpus: int = 0, training: int = 0) -> None:
-        """Raise ConfigError if SGLang's installation, API keys, GPU placement or, for sync=broadcast, NCCL
-        version is wrong. Servers elsewhere are assumed to have the same NCCL as SGLang's environment here."""
-        try:
-            python = sglang_python(rollout.sglang.python)
-        except ConfigError:
-            if not rollout.sglang.urls:  # its servers may run elsewhere
-                raise
-            python = None
+        """Raise ConfigError if SGLang's installation, API keys or GPU placement is wrong."""
+        if not rollout.sglang.urls:  # servers that run already may have their environment elsewhere
+            sglang_python(rollout.sglang.python)
         check_keys_asked(rollout.sglang)
-        if gpus and python and rollout.sglang.sync == "broadcast":
-            check_nccl(python)
         if gpus and (problem := placement_problem(rollout, gpus, training)):
             raise ConfigError(problem)
 

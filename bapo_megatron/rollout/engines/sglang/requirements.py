@@ -1,4 +1,4 @@
-"""Requirements of SGLang servers: flags, environment variables, NCCL version, CUDA runtime, GPU placement.
+"""Requirements of SGLang servers: flags, environment variables, CUDA runtime, GPU placement.
 
 The constants name flags and settings, and say why; the functions check them or return what to set. Importing
 this file imports no third-party package, because `bapo doctor` runs on a bare machine.
@@ -7,13 +7,11 @@ this file imports no third-party package, because `bapo doctor` runs on a bare m
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import CommandResult, run_command
 from bapo_megatron.runtime.device import should_have_gpu
 
@@ -137,37 +135,7 @@ def placement_problem(rollout: RolloutConfig, gpus: int, training: int) -> str |
     return None
 
 
-# --- one NCCL for trainer and servers ------------------------------------------------------------
-
-
-_ASK_NCCL_S, _ASK_WHEELS_S = 120.0, 60.0
-_ASK_NCCL = """
-from importlib import metadata
-for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-    try:
-        print(metadata.version(name))
-        break
-    except metadata.PackageNotFoundError:
-        pass
-else:
-    import torch
-    print(".".join(map(str, torch.cuda.nccl.version())))
-"""
-"""Program that prints the NCCL version of the wheel that torch loads, else of torch's build."""
-
-
-def check_nccl(servers: Path) -> None:
-    """Raise ConfigError unless this environment and that of interpreter ``servers`` have one NCCL version.
-    NCCL refuses a group whose ranks have unequal versions ("Mismatched NCCL version detected"). Each torch
-    wheel requires its own: torch 2.13.0 requires 2.29.7; torch 2.14.1, for SGLang 0.5.23, 2.30.7."""
-    trainer = Path(sys.executable)
-    ours, theirs = _nccl_of(trainer), _nccl_of(servers)
-    if ours != theirs:
-        raise ConfigError(
-            f"rollout.sglang.sync=broadcast needs one NCCL for trainer and servers, and {trainer} has "
-            f"{ours}, {servers} has {theirs}: `make cluster` installs one version in both environments "
-            f"(cluster/nccl.txt), or set --rollout.sglang.sync disk"
-        )
+# --- environment variables of NCCL ---------------------------------------------------------------
 
 
 def nccl_settings(flags: Collection[str]) -> dict[str, str]:
@@ -179,16 +147,10 @@ def nccl_settings(flags: Collection[str]) -> dict[str, str]:
     return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
 
 
-def _nccl_of(python: Path) -> str:
-    child = run_command([str(python), "-I", "-c", _ASK_NCCL], _ASK_NCCL_S)
-    if child.ended:
-        raise ConfigError(f"{python} does not say its version of NCCL: {child.reason()}")
-    return child.output.strip()
-
-
 # --- the CUDA runtime of colocated servers -------------------------------------------------------
 
 
+_ASK_WHEELS_S = 60.0
 _ASK_WHEELS = """
 import importlib.util
 spec = importlib.util.find_spec("nvidia")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.runtime.child_process import within
 from bapo_megatron.workers import scratch
 from bapo_megatron.workers.scratch import Scratch, remove_abandoned
 
@@ -86,6 +87,25 @@ def test_what_programs_leave_is_deleted(place: Path, owner_was: str) -> None:
         remove_abandoned()
     assert [entry.name for entry in place.iterdir()] == ["kept"]
     assert (kept / "folder/file").read_text() == "kept"
+
+
+def test_folders_that_their_owner_may_not_read_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes mean nothing to root."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+
+    def is_left() -> bool:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        made = Scratch()
+        inner = Path(made.path, "closed/inner")
+        inner.mkdir(parents=True)
+        inner.joinpath("file").touch()
+        for folder in (inner, inner.parent):
+            folder.chmod(0)
+        made.remove()
+        return os.path.lexists(made.path)
+
+    assert not within(60.0, is_left)
 
 
 def test_leftovers_of_others_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:

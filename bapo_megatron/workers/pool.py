@@ -109,7 +109,7 @@ class _Call:
         return f"no answer within {self.kind.limit_s:g} s"
 
     def is_suspect(self) -> bool:
-        """Return whether the call was in flight when a worker ended, or ran out of memory beside others."""
+        """Return whether the call was in flight when a worker ended."""
         return self.crowd < math.inf
 
     def may_be_repeated(self) -> bool:
@@ -245,8 +245,6 @@ class _WorkerSlot:
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._process: WorkerProcess | None = None
-        self._is_full = False
-        """Whether a call ran out of memory beside others: the process is replaced after all finish."""
         self.life = 0  # number of the process, on which objects depend
         self.held: set[Hashable] = set()  # holders whose objects the process has
         self.in_flight: dict[int, _Call] = {}
@@ -294,7 +292,7 @@ class _WorkerSlot:
     def has_room(self, call: _Call) -> bool:
         """Return whether the process may take ``call`` beside its current calls."""
         process = self._process
-        if process is None or process.ended.done() or self._is_full:
+        if process is None or process.ended.done():
             return False
         beside = self.in_flight.values()
         if any(running.is_suspect() != call.is_suspect() for running in islice(beside, 1)):
@@ -303,9 +301,7 @@ class _WorkerSlot:
         return len(beside) < min(crowd, self._pool.concurrency if process.is_async else 1)
 
     def take_own(self) -> None:
-        """Send the slot's own calls while there is room; replace an idle process that ran out of memory."""
-        if self._is_full and not self.in_flight and self._process is not None:
-            self._process.end("its memory was full")
+        """Send the slot's own calls while there is room."""
         while self.own and (self.own[0].future.done() or self.has_room(self.own[0])):
             call = self.own.popleft()
             if not call.future.done():
@@ -344,7 +340,10 @@ class _WorkerSlot:
         elif failure == "time":
             self._out_of_time(call)
         elif failure == "raised" and message["out_of_memory"] and self.in_flight:
-            self._out_of_memory(call)
+            # The calls beside it may have used the memory: all become suspects.
+            assert self._process is not None
+            self.in_flight[call.number] = call
+            self._process.end("its memory was full")
         elif failure == "raised":
             call.fail("raised", message["detail"], message["traceback"], message["place"])
         else:  # cancelled by the pool (no caller waits) or by itself (the caller must know)
@@ -359,15 +358,6 @@ class _WorkerSlot:
         else:
             call.fail("time", call.late())
 
-    def _out_of_memory(self, call: _Call) -> None:
-        """Retry a call with a MemoryError alone, because calls beside it may have used the memory."""
-        self._is_full = True
-        call.crowd = 1
-        if call.may_be_repeated():
-            self.own.appendleft(call)
-        else:
-            call.fail("raised", "MemoryError beside other calls of its worker")
-
     # --- the end of a process --------------------------------------------------------------------
 
     def _sort_out(self, reason: str) -> None:
@@ -377,7 +367,6 @@ class _WorkerSlot:
         self.own.clear()
         self.held.clear()
         self.life += 1
-        self._is_full = False
         now = asyncio.get_running_loop().time()
         for call in suspects:
             call.stop_timer()

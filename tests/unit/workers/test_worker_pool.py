@@ -271,10 +271,11 @@ async def test_a_call_that_waits_for_a_lost_object_is_told(tmp_path: Path) -> No
     assert again[1] == 1
 
 
-async def test_a_call_without_memory_beside_others_is_asked_again_alone(tmp_path: Path) -> None:
+async def test_calls_beside_one_without_memory_are_asked_again_alone(tmp_path: Path) -> None:
     file = tmp_path / "notes"
-    async with pooling(memory_mb=512) as pool:
+    async with asyncio.timeout(90), pooling(memory_mb=512) as pool:
         calls = [act(pool, file, name, begins_at=3, first_s=1) for name in ("a", "hog", "b")]
         a, hog, b = await together(calls)
     assert (a, b, str(hog)) == ("a", "b", "act: raised: MemoryError()")
-    assert file.read_text().splitlines() == ["a 1", "hog 2", "b 3", "hog 1"]
+    lines = file.read_text().splitlines()
+    assert (lines[:3], sorted(lines[3:])) == (["a 1", "hog 2", "b 3"], ["a 1", "b 1", "hog 1"])

@@ -1,11 +1,11 @@
 """Attacks on the code sandbox, tried by a program of one: ``python sandbox_attacks.py MODE FOLDER``.
 
 MODE: ``full``; ``old kernel``, which lacks mount_setattr; ``docker``, where seccomp denies namespaces and
-mounts, as Docker's default profile does;
-``none``, without any wall, which shows that the attacks would work. Prints {attack: true if it worked, false
-if not, or the text of an error in the attack itself} as JSON, with the sandbox's notes. Only the standard
-library is needed, so that any user's interpreter can run it. All that is attacked was made in FOLDER or by
-this process.
+mounts, as Docker's default profile does; ``filter alone``, which lacks Landlock, too; ``landlock alone``,
+which lacks the filter instead; ``none``, without any wall, which shows that the attacks would work. Prints
+{attack: true if it worked, false if not, or the text of an error in the attack itself} as JSON, with the
+sandbox's notes. Only the standard library is needed, so that any user's interpreter can run it. All that is
+attacked was made in FOLDER or by this process.
 """
 
 from __future__ import annotations
@@ -244,14 +244,23 @@ refuse = [line for name in ("unshare", "mount") for line in ((0x15, 0, 1, n[name
 w.LIBC.prctl(38, 1, 0, 0, 0)
 s.install(s.assemble([(0x20, 0, 0, 0), *refuse, (6, 0, 0, 0x7FFF0000)]))
 """,
+    "filter alone": """
+from bapo_megatron.reward.sandbox import isolation as w
+w.file_system.confine = lambda *_: False
+""",
+    "landlock alone": """
+from bapo_megatron.reward.sandbox import isolation as w
+w.system_calls.problem = lambda: "no filter"
+""",
     "none": """
 from bapo_megatron.reward.sandbox import isolation as w
-w.enter_namespaces, w.file_system.confine = lambda *_: w.Walls(), lambda *_: False
-w.system_calls.problem, w._watch = lambda: "no filter", lambda *_, **__: None
-w._become = lambda *_: None
+w.enter_namespaces, w._become = lambda *_: w.Walls(), lambda *_: None
+w.file_system.confine, w.system_calls.install = lambda *_: True, lambda *_: None
 w._limit = lambda *_: None
 """,
 }
+BEGIN["filter alone"] += BEGIN["docker"]
+BEGIN["landlock alone"] += BEGIN["docker"]
 
 
 def tried(names: Iterator[str], setup: str) -> Iterator[tuple[str, object]]:

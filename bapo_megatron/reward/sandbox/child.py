@@ -53,7 +53,7 @@ def main(lifeline: int) -> None:
     os.chdir(job["box"])
     for name in _COMMON_MODULES if job["prelude"] else ():
         __import__(name)  # once for all cases
-    _answer({"notes": walls.notes, "readable": readable})
+    _answer({"hold": walls.hold, "notes": walls.notes, "readable": readable})
     for line in iter(sys.stdin.buffer.readline, b""):
         _answer(_run(walls, job, json.loads(line)))
     os._exit(0)
@@ -118,7 +118,7 @@ def _be_alone(stdin: int, printed: int, told: int) -> None:
 
 def _be_the_case(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any], token: str) -> None:
     """Run the source, then end like a script or write the value of the case's expression. Never returns."""
-    isolation.confine_program(walls, job["box"], job["memory_mb"], job["cpu_s"])
+    isolation.confine_program(walls, job["memory_mb"], job["cpu_s"])
     is_script = "stdin" in case
     module = types.ModuleType("__main__" if is_script else "solution")
     sys.modules["__main__"] = sys.modules[module.__name__] = module

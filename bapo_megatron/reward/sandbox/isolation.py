@@ -1,10 +1,10 @@
-"""Isolation of tested code (the sandbox's walls): namespaces, files, user, Landlock, seccomp, audit hook.
+"""Isolation of tested code (the sandbox's walls): namespaces, files, user, Landlock, seccomp.
 
 Runs in the sandbox's processes (child.py) and imports no third-party package. Once per sandbox:
 ``enter_namespaces``, which returns the ``Walls``, then ``confine_sandbox`` (file system, user, Landlock). In
-the fork of each test case: ``confine_program`` (limits, system call filter, audit hook). A wall is one of
-these layers; one that the kernel does not grant leaves a note in ``Walls`` unless another covers for it.
-``box`` is the sandbox's directory.
+the fork of each test case: ``confine_program`` (limits, system call filter). A wall is one of these
+layers; one that the kernel does not grant leaves a note in ``Walls`` unless another covers for it. ``box`` is
+the sandbox's directory.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import ctypes
 import os
 import resource
 import struct
-import sys
 from contextlib import suppress
-from typing import Any
 
 from bapo_megatron.reward.sandbox import file_system, system_calls
 
@@ -53,6 +51,11 @@ class Walls:
         self.filter: bytes | None = None
         self.notes: list[str] = []
         """Missing walls, as text for the user."""
+
+    @property
+    def hold(self) -> bool:
+        """Whether any of them stands between a program and the machine."""
+        return self.own_root or self.landlock or self.filter is not None
 
 
 def enter_namespaces(box: str, number: int) -> Walls:
@@ -120,7 +123,7 @@ def confine_sandbox(walls: Walls, box: str, readable: list[str], number: int) ->
     be_untraceable()
     walls.landlock = file_system.confine(box, ["/"] if walls.own_root else readable, file_system.DEVICES)
     if not (walls.landlock or walls.own_root):
-        walls.notes.append("no Landlock (Linux 5.13): C code reads and writes files as the run's user")
+        walls.notes.append("no Landlock (Linux 5.13): programs read and write files as the run's user")
     if problem := system_calls.problem():
         walls.notes.append(problem)
     else:
@@ -189,11 +192,10 @@ def be_untraceable() -> None:
 # --- for each program ----------------------------------------------------------------------------
 
 
-def confine_program(walls: Walls, box: str, memory_mb: int, cpu_s: int) -> None:
+def confine_program(walls: Walls, memory_mb: int, cpu_s: int) -> None:
     """Confine this process, the fork of a test case, permanently. Raises OSError if a wall fails."""
     file_system.check(LIBC.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
     _limit(walls, memory_mb, cpu_s)
-    _watch(box, alone=not (walls.own_root or walls.landlock))
     if walls.filter is not None:
         system_calls.install(walls.filter)
 
@@ -217,112 +219,3 @@ def _limit(walls: Walls, memory_mb: int, cpu_s: int) -> None:
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (value, value))
-
-
-# --- the audit hook ------------------------------------------------------------------------------
-
-_PATHS_AND_FOLDERS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "os.chmod": ((0,), (2,)),
-    "os.chown": ((0,), (3,)),
-    "os.mkdir": ((0,), (2,)),
-    "os.remove": ((0,), (1,)),
-    "os.rename": ((0, 1), (2, 3)),
-    "os.rmdir": ((0,), (1,)),
-    "os.utime": ((0,), (3,)),
-    "os.truncate": ((0,), ()),
-    "os.setxattr": ((0,), ()),
-    "os.removexattr": ((0,), ()),
-}
-"""Audit events of file changes: argument indices of paths, and of their folders' descriptors."""
-
-_REFUSED = frozenset(
-    (
-        *("os.fork", "os.forkpty", "os.kill", "os.killpg", "os.system", "os.exec", "os.posix_spawn"),
-        *("os.symlink", "os.link", "resource.prlimit", "signal.pthread_kill", "sqlite3.load_extension"),
-    )
-)
-_WITHOUT_EVENT = (
-    *("mkfifo", "mknod", "setsid", "setpgid", "setpriority", "chroot", "memfd_create", "pidfd_open"),
-    *("pidfd_send_signal", "sched_setaffinity", "sched_setscheduler", "sched_setparam"),
-)
-"""Functions of os and signal without an audit event; they are removed."""
-
-_AF_UNIX = 1
-_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-_SIGNALS_OF_FILES = (8, 10, 15, 1024, 1026)  # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY
-
-
-def _watch(box: str, alone: bool) -> None:
-    """Install the audit hook permanently in this process; forbidden actions raise PermissionError.
-
-    The hook refuses changes to files outside of ``box``, new processes, signals to others, and all sockets
-    except socket pairs. Functions of os and signal without audit events are removed. Where the kernel grants
-    no other layer, the hook is the only one. C code other than Python's own bypasses it.
-
-    ``box``: the only directory with writable files. ``alone``: no kernel layer protects files, so C code is
-    refused too.
-    """
-    sys.modules["_posixshmem"] = None  # type: ignore[assignment]  # shared memory has no event either
-    for module in filter(None, map(sys.modules.get, ("os", "posix", "signal", "_signal"))):
-        for name in _WITHOUT_EVENT:
-            if hasattr(module, name):
-                delattr(module, name)
-    sys.addaudithook(_hook(box, alone))
-
-
-def _hook(box: str, alone: bool) -> Any:
-    # Bound here: tested code may replace names in modules and builtins.
-    real, decoded, is_directory, null = os.path.realpath, os.fsdecode, os.path.isdir, os.devnull
-    separator, inside, denied, unix = os.sep, os.path.realpath(box) + os.sep, PermissionError, _AF_UNIX
-    changes, refused_events, flags, signals = _PATHS_AND_FOLDERS, _REFUSED, _WRITE_FLAGS, _SIGNALS_OF_FILES
-    is_a, string, binary, integer, exactly = isinstance, str, bytes, int, str.__str__
-
-    def text_of(path: Any) -> str | None:
-        """Return a path as exact str, not a subclass of the program's; None for a descriptor."""
-        path = decoded(path) if is_a(path, binary) else path
-        return exactly(path) if is_a(path, string) else None
-
-    def outside(path: Any) -> bool:
-        text = text_of(path)
-        return text is not None and not (real(text) + separator).startswith(inside)
-
-    def climbs(path: Any) -> bool:
-        text = text_of(path)
-        return text is not None and not text.startswith(separator) and ".." in text.split(separator)
-
-    def changes_outside(event: str, arguments: tuple[Any, ...]) -> bool:
-        places, folders = changes[event]
-        for place in places:
-            path = arguments[place]
-            if is_a(path, integer) and event != "os.truncate":  # a file opened for reading
-                return True
-            if outside(path):
-                return True
-        relative = [place for place in folders if arguments[place] is not None and arguments[place] >= 0]
-        return bool(relative) and [1 for place in places if climbs(arguments[place])] != []
-
-    def opens(path: Any, mode: Any, how: Any) -> bool:
-        if how & flags and text_of(path) != null and outside(path):
-            return True
-        # os.open reports no mode and no dir_fd, and may open a directory as a later dir_fd.
-        return mode is None and (climbs(path) or (outside(path) and is_directory(path)))
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open":
-            refused = opens(arguments[0], arguments[1], arguments[2])
-        elif event in changes:
-            refused = changes_outside(event, arguments)
-        elif event == "socket.__new__":
-            refused = arguments[1] != unix
-        elif event == "sqlite3.connect":
-            database = arguments[0]
-            refused = alone or (database not in (":memory:", "") and outside(database))
-        elif event == "fcntl.fcntl":
-            refused = arguments[1] in signals
-        else:
-            refused = event in refused_events or event.startswith(("socket.", "subprocess."))
-            refused = refused or (alone and event.startswith("ctypes."))
-        if refused:
-            raise denied(f"not in the sandbox: {event}")
-
-    return hook

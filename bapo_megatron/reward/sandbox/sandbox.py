@@ -124,6 +124,9 @@ class Sandbox:
             self.close()
             raise SandboxError(f"the sandbox did not start: {error!r}") from error
         self.notes: list[str] = answer["notes"]
+        if not answer["hold"]:
+            self.close()
+            raise SandboxError(f"nothing would hold programs on this machine: {'; '.join(self.notes)}")
         _READABLE[sys.executable] = answer["readable"]
 
     def run(self, stdin: str, limit_s: float) -> Ended | None:

@@ -103,11 +103,11 @@ def problem() -> str | None:
     """Return why system calls cannot be filtered here, or None."""
     machine = os.uname().machine
     if machine not in _AUDIT_ARCH:
-        return f"no filter of system calls for {machine}: C code may start processes and open sockets"
+        return f"no filter of system calls for {machine}: programs may start processes and open sockets"
     ctypes.set_errno(0)
     _LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, None, 0, 0)  # EFAULT if the kernel supports filters
     if ctypes.get_errno() != errno.EFAULT:
-        return "the kernel filters no system calls (seccomp): C code may start processes and open sockets"
+        return "the kernel filters no system calls (seccomp): programs may start processes and open sockets"
     return None
 
 

@@ -136,6 +136,44 @@ def test_without_namespaces_landlock_and_the_filter_hold(user: int, public: Call
     assert {name for name, result in found.items() if result is not False} <= {"many files"}
 
 
+FILES = {
+    *("read", "read in C", "list", "write", "write in C", "truncate", "truncate in C", "dir_fd", "rename"),
+    *("rename in C", "remove in C", "remove by dir_fd", "link in C", "fifo written", "sqlite"),
+    *("sqlite attached", "shared memory in C", "library of one's own", "device", "command lines"),
+    *("command line in C", "environment", "memory", "TCP table", "kernel's settings"),
+}
+"""Attacks on what the run's user may read or write, /proc among it."""
+
+
+@pytest.mark.parametrize("user", [0, NOBODY])
+def test_what_one_wall_alone_holds(user: int, public: Callable[[int], Path]) -> None:
+    """Landlock holds files, the filter all else. For ``reward.allow_weak_sandbox``."""
+    found = {mode: attacked(user, mode, public(user)) for mode in ("filter alone", "landlock alone")}
+    assert [results.pop("notes")[-1][:11] for results in found.values()] == ["no Landlock", "no filter"]
+    worked = {mode: {name for name, result in found[mode].items() if result is not False} for mode in found}
+    assert worked["filter alone"] <= FILES | {"many files"}
+    if file_system.landlock_version() < 3:
+        pytest.skip(f"the kernel has version {file_system.landlock_version()} of Landlock, not 3")
+    assert not worked["landlock alone"] & FILES
+
+
+NO_WALLS = """
+from bapo_megatron.reward.sandbox import isolation as w
+w.enter_namespaces, w._become = lambda *_: w.Walls(), lambda *_: None
+w.file_system.confine, w.system_calls.problem = lambda *_: False, lambda: "no filter"
+"""
+
+
+def test_without_any_wall_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sandbox_module, "_BEGIN", sandbox_module._BEGIN.replace("del sys", NO_WALLS + "del sys")
+    )
+    with pytest.raises(
+        ConfigError, match="nothing would hold programs on this machine: no Landlock .*; no filter"
+    ):
+        checked_sandbox(allow_weak=True)
+
+
 def test_the_attacks_are_attacks(public: Callable[[int], Path]) -> None:
     """Without any wall they work, for an ordinary user."""
     user = os.geteuid() or NOBODY

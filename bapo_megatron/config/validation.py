@@ -76,6 +76,12 @@ def new_run_problems(run: RunConfig) -> Iterator[str]:
             f"algorithm.bounds from {low:g} to {high:g} clip all tokens of a sign at a ratio of 1: bounds "
             "are ratios, not distances from 1; set low_start below it and high_end above, as 0.8 and 1.28"
         )
+    reference = run.algorithm.reference_kl
+    if reference.in_loss and reference.estimator == "k1" and not reference.unbiased:
+        yield (
+            "algorithm.reference_kl.estimator=k1 in the loss has a gradient that does not depend on the "
+            "reference: take k2 or k3, or place=reward"
+        )
     yield from _interval_problems(run.checkpoint, "keep_every", "only a checkpoint can be kept")
 
 

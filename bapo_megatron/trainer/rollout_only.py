@@ -15,11 +15,11 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from bapo_megatron.algo.advantages import Rewards, branch_advantages, build_advantage, is_uniform
-from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.bounds import BoundsConfig, sum_count
 from bapo_megatron.algo.losses.clip import group_of_sequences
+from bapo_megatron.algo.parts import CENTERED_ADVANTAGES
 from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.config import AlgorithmConfig, RunConfig
-from bapo_megatron.config.doubtful import searches_groups_advantages
 from bapo_megatron.data.packing import updates_of_step
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.rollout.sampler.client import SamplerClient
@@ -191,10 +191,14 @@ def _searches(update: Sequence[_Response], bounds: BoundsConfig) -> list[list[_R
 
 
 def _share_decides(algorithm: AlgorithmConfig) -> bool:
-    """Return whether this share decides the bounds, in searches that are known without a layout."""
+    """Return whether this share decides the bounds: they are searched, in searches that are known without a
+    layout, and training neither changes the groups' advantages nor leaves out responses."""
     bounds = algorithm.bounds
     is_known = bounds.scope != "micro_batch" or bounds.grouped
-    return is_known and searches_groups_advantages(algorithm)
+    changed = algorithm.polarity.enabled or algorithm.reference_kl.in_reward or algorithm.corrections.rejects
+    changed = changed or bool(algorithm.masks) or algorithm.advantage not in CENTERED_ADVANTAGES
+    is_theirs = (bounds.share, bounds.weight) == ("absolute", "uniform")
+    return is_known and algorithm.loss == "clip" and sum_count(bounds) > 2 and is_theirs and not changed
 
 
 _QUANTITIES = (

@@ -24,7 +24,6 @@ import torch
 from bapo_megatron.algo.bounds import BoundsConfig, describe
 from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import RunConfig
-from bapo_megatron.config.doubtful import setting_warnings
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.runtime.child_process import end_modules, start_module
 from bapo_megatron.runtime.event_kinds import OnEvent, last_turn
@@ -142,7 +141,7 @@ class Recorder(RunRecords):
         print(f"{root}: {kind} at {where}, processes: {processes}", flush=True)
         if config.algorithm.loss == "clip":
             print(f"clipping bounds: {describe(config.algorithm.bounds)}", flush=True)
-        for text in filter(None, [others_may_write(root), *setting_warnings(config)]):
+        if text := others_may_write(root):
             print(f"warning: {text}", flush=True)
 
     def step(self, step: int, updates: Sequence[Metrics], metrics: Metrics) -> None:

@@ -49,6 +49,8 @@ def test_a_good_run_passes() -> None:
     dataclasses.replace(GOOD, reward=reward).check()
     altered(GOOD, {"rollout.budget_tokens": 100, "rollout.max_staleness": 1}).check()
     check_new_run(altered(GOOD, {"checkpoint.every": 10, "checkpoint.keep_every": 20}))
+    for kl in (ReferenceKlConfig(0.1, "k1", "reward"), ReferenceKlConfig(0.1, "k1", unbiased=True)):
+        check_new_run(altered(GOOD, {"algorithm.reference_kl": kl}))
 
 
 @pytest.mark.parametrize(("last", "steps"), [(True, [0, 2, 3]), (False, [0, 2])])
@@ -120,6 +122,7 @@ def test_a_mistake_is_named(change: dict[str, Any], message: str) -> None:
         ({"name": ".."}, r"name='\.\.' names no run"),
         ({"checkpoint.every": 10, "checkpoint.keep_every": 25}, "keep_every=25 .*=10.*: set it to 20$"),
         ({"algorithm.bounds": fixed(0.2, 0.28)}, "bounds from 0.2 to 0.28 clip all .* 0.8 and 1.28$"),
+        ({"algorithm.reference_kl": ReferenceKlConfig(0.1, "k1")}, "estimator=k1 in the loss has a gradient"),
     ],
 )
 def test_a_run_that_has_begun_with_a_mistake_goes_on(

@@ -14,8 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from bapo_megatron.algo.bapo import balanced, grpo, paper
-from bapo_megatron.algo.papo_schedule import PapoConfig
+from bapo_megatron.algo.bapo import grpo, paper
 from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import (
     AlgorithmConfig,
@@ -23,7 +22,6 @@ from bapo_megatron.config import (
     DataConfig,
     LoggingConfig,
     ModelConfig,
-    ReferenceKlConfig,
     RunConfig,
     SourceConfig,
 )
@@ -114,40 +112,6 @@ def test_a_step_whose_episodes_were_all_cut_is_told(metrics: dict[str, float], s
 def run_config(run_dir: Path) -> RunConfig:
     algorithm = AlgorithmConfig(bounds=paper())
     return RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), algorithm=algorithm, run_dir=run_dir)
-
-
-VALUED = {"wrong": -1.0, "on_failure": "value"}
-SEQUENCE = {"loss_mean": "sequence"}
-
-
-@pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize(
-    ("part", "fields", "said"),
-    [
-        ("reward", {**VALUED, "failed": 0.0}, "reward.failed=0 is above reward.wrong=-1"),
-        ("reward", {**VALUED, "failed": -2.0}, ""),
-        ("reward", {"format_pattern": ".*"}, "reward.format_pattern changes no reward"),
-        ("data", {"min_difficulty": 0.25}, "data.min_difficulty=0.25 leaves nothing out without"),
-        ("optimizer", {"warmup_updates": 100}, "optimizer.warmup_updates=100 of 100 planned updates"),
-        ("optimizer", {"warmup_updates": 99}, ""),
-        ("optimizer", {"min_lr": 1e-7}, "optimizer.min_lr=1e-07 is where a decay ends"),
-        ("algorithm", {**SEQUENCE, "bounds": balanced()}, "algorithm.bounds.target=0.4 is no more"),
-        ("algorithm", {**SEQUENCE, "bounds": paper()}, "those of its parts move by which responses they see"),
-        ("algorithm", {**SEQUENCE, "bounds": replace(paper(), target=0.6)}, ""),
-        ("algorithm", {**SEQUENCE, "bounds": grpo()}, ""),
-        ("algorithm", {**SEQUENCE, "polarity": PapoConfig(enabled=True)}, ""),
-        ("algorithm", {"reference_kl": ReferenceKlConfig(0.1, "k1")}, "algorithm.reference_kl.estimator=k1"),
-        ("algorithm", {"reference_kl": ReferenceKlConfig(0.1, "k1", "reward")}, ""),
-    ],
-)
-def test_a_setting_that_does_nothing_is_warned_of(
-    part: str, fields: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = run_config(tmp_path)
-    Recorder(replace(run, **{part: replace(getattr(run, part), **fields)}), 1, True).close()
-    out = capsys.readouterr().out
-    assert ("warning: " in out) == bool(said)
-    assert said in out
 
 
 @pytest.mark.usefixtures("one_process_group")

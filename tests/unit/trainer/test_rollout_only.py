@@ -131,6 +131,8 @@ def test_searches_of_its_parts(bounds: dict[str, Any], below: float | None, resp
 def test_another_loss_or_other_advantages_have_no_such_searches(changed: dict[str, Any]) -> None:
     found = shares_of(replace(algorithm_of(), **changed), sampled_group(*SKEWED))
     assert (found[SHARE], found[BELOW]) == (pytest.approx(0.25), None)
+    own = replace(algorithm_of(), advantage="grpo_leave_one_out")  # does not sum to 0 in a group
+    assert shares_of(own, sampled_group(*SKEWED))[BELOW] is None
 
 
 @pytest.mark.parametrize("loss_mean", ["token", "sequence"])

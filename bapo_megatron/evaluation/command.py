@@ -187,7 +187,7 @@ def results_text(results: Results) -> str:
         lines = [f"{name}: {metrics['problems']} problems, {metrics['samples']} responses each"]
         shares = [_with_interval(key, metrics) for key in metrics if f"{key}_low" in metrics]
         lines += text_table(shares, right=(1,))
-        lines += [*_responses(metrics), *_certainty(metrics), str(folder / SUMMARY)]
+        lines += [*_responses(metrics), _certainty(metrics), str(folder / SUMMARY)]
         blocks.append("\n  ".join(lines))
     return "\n".join(blocks) + "\n"
 
@@ -198,9 +198,7 @@ def _points(share: float | None) -> str:
 
 def _with_interval(key: str, metrics: Metrics) -> list[str]:
     low, high = metrics[f"{key}_low"], metrics[f"{key}_high"]
-    tied = metrics.get(f"{key}_tied")
-    ties = f"; ties in {_points(tied)} % of problems count by share" if tied else ""
-    return [key, _points(metrics[key]), f"({_points(low)} to {_points(high)}){ties}"]
+    return [key, _points(metrics[key]), f"({_points(low)} to {_points(high)})"]
 
 
 def _responses(metrics: Metrics) -> list[str]:
@@ -217,24 +215,15 @@ def _responses(metrics: Metrics) -> list[str]:
     return [", ".join(shares), length]
 
 
-def _certainty(metrics: Metrics) -> list[str]:
-    lines = []
-    if (rerun := metrics["rerun_std"]) is not None:
-        lines.append(
-            f"the same model with other seeds: {_points(rerun)} points apart (one standard deviation)"
-        )
+def _certainty(metrics: Metrics) -> str:
     if metrics[f"avg@{metrics['samples']}"] is None:
-        lines.append("no response could be judged")
-    elif (detectable := metrics["detectable_difference"]) is None:
-        lines.append(
-            f"all problems have the same avg@{metrics['samples']}: intervals have no width, and say nothing"
-        )
-    else:
-        lines.append(
-            f"to show in 4 of 5 comparisons, another model must differ by "
-            f"{_points(detectable)} points (`bapo eval compare` pairs problems, and mostly sees more)"
-        )
-    return lines
+        return "no response could be judged"
+    if (detectable := metrics["detectable_difference"]) is None:
+        return f"all problems have the same avg@{metrics['samples']}: intervals have no width and say nothing"
+    return (
+        f"to show in 4 of 5 comparisons, another model must differ by "
+        f"{_points(detectable)} points (`bapo eval compare` pairs problems, and mostly sees more)"
+    )
 
 
 def comparison_text(comparisons: Sequence[Compared], a: str, b: str) -> str:

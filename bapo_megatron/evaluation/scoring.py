@@ -65,11 +65,10 @@ def score(
     Means over problems: ``avg@n`` correctness; ``pass@k`` for each k in ``pass_at``; ``maj@n`` majority vote,
     None if no response has an answer (programs). They use only scored responses, exclude problems without any
     (``pass@k``: with fewer than k), and have a 95 % interval, ``_low`` and ``_high``. A metric without
-    problems is None. ``maj@n_tied``: share of problems with a tie at the top. Shares of all responses:
-    ``truncated``, ``unanswered`` (no box; None unless ``boxed``), ``unjudged``. ``response_tokens/...``:
-    mean, median, 95th percentile, means of right and of wrong responses. ``rerun_std``,
-    ``detectable_difference``: see the functions; the latter assumes another, independent model with equal
-    variance over problems. Raises ValueError for missing or repeated samples.
+    problems is None. Shares of all responses: ``truncated``, ``unanswered`` (no box; None unless ``boxed``),
+    ``unjudged``. ``response_tokens/...``: mean, median, 95th percentile. ``detectable_difference``: see the
+    function; it assumes another, independent model with equal variance over problems. Raises ValueError for
+    missing or repeated samples.
     """
     by_problem = _by_problem(responses)
     samples = len(by_problem[0])
@@ -78,23 +77,16 @@ def score(
         for group in by_problem
         if (judgements := [response for response in group if response.failure is None])
     ]
-    samples_P = [len(group) for group in judged]
-    correct_P = [sum(response.correct for response in group) for group in judged]
-    votes = [majority_vote([o.answer for o in g], [o.correct for o in g]) for g in judged]
-    counts = list(zip(samples_P, correct_P, strict=True))
+    counts = [(len(group), sum(response.correct for response in group)) for group in judged]
     columns: dict[str, list[float]] = {f"avg@{samples}": [right / count for count, right in counts]}
     columns |= {f"pass@{k}": [pass_at_k(n, right, k) for n, right in counts if n >= k] for k in pass_at}
-    has_answers = any(response.answer is not None for group in judged for response in group)
-    if has_answers:
-        columns[f"maj@{samples}"] = [vote.value for vote in votes]
     metrics: Metrics = {"problems": len(by_problem), "samples": samples}
+    if any(response.answer is not None for group in judged for response in group):
+        votes = [majority_vote([o.answer for o in g], [o.correct for o in g]) for g in judged]
+        columns[f"maj@{samples}"] = votes
     metrics |= _means(columns, resamples, seed)
-    if has_answers:
-        metrics[f"maj@{samples}_tied"] = float(np.mean([vote.tied for vote in votes]))
-    else:
-        metrics[f"maj@{samples}"] = None
+    metrics.setdefault(f"maj@{samples}", None)
     std = standard_deviation(columns[f"avg@{samples}"])
-    metrics["rerun_std"] = rerun_std(samples_P, correct_P)
     metrics["detectable_difference"] = detectable_difference(std * 2**0.5, len(judged)) if judged else None
     about = _about_responses(responses)
     return metrics | (about if boxed else {**about, "unanswered": None})
@@ -152,33 +144,17 @@ def _by_problem(responses: Sequence[ScoredResponse]) -> list[list[ScoredResponse
 
 def _about_responses(responses: Sequence[ScoredResponse]) -> Metrics:
     tokens = np.array([response.tokens for response in responses])
-    correct = np.array([response.correct for response in responses])
-    is_judged = np.array([response.failure is None for response in responses])
-
-    def mean(which: np.ndarray) -> float | None:
-        return float(tokens[which].mean()) if which.any() else None
-
     return {
         "truncated": float(np.mean([response.finish_reason == "length" for response in responses])),
         "unanswered": float(np.mean([response.answer is None for response in responses])),
-        "unjudged": float(np.mean(~is_judged)),
+        "unjudged": float(np.mean([response.failure is not None for response in responses])),
         "response_tokens/mean": float(tokens.mean()),
         "response_tokens/median": float(np.median(tokens)),
         "response_tokens/95%": float(np.quantile(tokens, 0.95)),
-        "response_tokens/right": mean(correct),
-        "response_tokens/wrong": mean(~correct & is_judged),
     }
 
 
 # --- statistics ----------------------------------------------------------------------------------
-
-
-class Vote(NamedTuple):
-    """Result of the majority vote on one problem: its correctness, and whether the top answers tied."""
-
-    value: float
-    """1 if right, 0 if wrong or without votes; with a tie, the share of tied answers that are right."""
-    tied: bool
 
 
 class Interval(NamedTuple):
@@ -194,16 +170,17 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> Vote:
-    """maj@n: ``Vote`` on whether the most frequent answer is right; None does not vote. Answers are compared
-    as text. An answer is right if any response with it was scored as right."""
+def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+    """maj@n: 1 if the most frequent answer is right, 0 if it is wrong or there is none; the share of right
+    ones if several tie. None does not vote. Answers are compared as text. An answer is right if any response
+    with it was scored as right."""
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
-        return Vote(0.0, False)
+        return 0.0
     most = max(votes.values())
     top = [answer for answer, count in votes.items() if count == most]
     right = {answer for answer, is_right in zip(answers, correct, strict=True) if is_right}
-    return Vote(sum(answer in right for answer in top) / len(top), len(top) > 1)
+    return sum(answer in right for answer in top) / len(top)
 
 
 def bootstrap_intervals(
@@ -259,14 +236,3 @@ def detectable_difference(difference_std: float, problems: int) -> float | None:
 def standard_deviation(values_P: Sequence[float] | np.ndarray) -> float:
     """Return the sample standard deviation (divisor n - 1); 0 for a single value."""
     return float(np.std(values_P, ddof=1)) if len(values_P) > 1 else 0.0
-
-
-def rerun_std(samples_P: Sequence[int], correct_P: Sequence[int]) -> float | None:
-    """Seed noise of avg@n: ``sqrt(2 sum_p q_p (1 - q_p) / (n_p - 1)) / P`` with ``q_p = c_p / n_p``. Standard
-    deviation of the difference between two evaluations of one model with different seeds, from the unbiased
-    variance of each problem's mean. None if a problem has only one sample."""
-    if min(samples_P, default=0) < 2:
-        return None
-    count_P = np.asarray(samples_P, float)
-    rate_P = np.asarray(correct_P, float) / count_P
-    return float(np.sqrt(2 * np.sum(rate_P * (1 - rate_P) / (count_P - 1))) / len(rate_P))

@@ -21,12 +21,10 @@ from bapo_megatron.evaluation.command import examples_text
 from bapo_megatron.evaluation.responses import FORMAT, RESPONSES, open_folder, read_responses, write_summary
 from bapo_megatron.evaluation.scoring import (
     ScoredResponse,
-    Vote,
     bootstrap_intervals,
     detectable_difference,
     majority_vote,
     pass_at_k,
-    rerun_std,
     score,
     sign_flip_p_value,
     standard_deviation,
@@ -44,17 +42,17 @@ def test_pass_at_k_is_the_share_of_all_subsets(samples: int, data: st.DataObject
 @pytest.mark.parametrize(
     ("answers", "correct", "vote"),
     [
-        (["7", "7", "8"], [True, True, False], Vote(1.0, False)),
-        (["7", "8", "8"], [True, False, False], Vote(0.0, False)),
-        (["7", "8"], [True, False], Vote(0.5, True)),
-        (["7", "8", "9", None, None], [False, True, False, False, False], Vote(1 / 3, True)),
-        ([None, None, "7"], [False, False, True], Vote(1.0, False)),  # no answer is not a vote
-        ([None], [False], Vote(0.0, False)),
-        (["7", "7", "8"], [False, True, False], Vote(1.0, False)),  # one judgement of two failed
-        (["1/2", "0.5", "3", "3", "3"], [True, True, False, False, False], Vote(0.0, False)),
+        (["7", "7", "8"], [True, True, False], 1.0),
+        (["7", "8", "8"], [True, False, False], 0.0),
+        (["7", "8"], [True, False], 0.5),
+        (["7", "8", "9", None, None], [False, True, False, False, False], 1 / 3),
+        ([None, None, "7"], [False, False, True], 1.0),  # no answer is not a vote
+        ([None], [False], 0.0),
+        (["7", "7", "8"], [False, True, False], 1.0),  # one judgement of two failed
+        (["1/2", "0.5", "3", "3", "3"], [True, True, False, False, False], 0.0),
     ],
 )
-def test_majority_by_hand(answers: list[str | None], correct: list[bool], vote: Vote) -> None:
+def test_majority_by_hand(answers: list[str | None], correct: list[bool], vote: float) -> None:
     assert majority_vote(answers, correct) == vote
 
 
@@ -108,12 +106,6 @@ def test_the_detectable_difference_by_hand() -> None:
     assert detectable_difference(0.2, 30) == pytest.approx(0.102, abs=5e-4)
     assert detectable_difference(0.0, 30) is None  # problems that are all alike
     assert standard_deviation([1.0]) == 0  # of a single problem
-
-
-def test_two_evaluations_of_one_model() -> None:
-    """Two problems, 2 of 4 and 4 of 4: sqrt(2 (1/4 + 0) / 3) / 2."""
-    assert rerun_std([4, 4], [2, 4]) == pytest.approx(math.sqrt(2 * 0.25 / 3) / 2)
-    assert rerun_std([1, 1], [0, 1]) is None
 
 
 def finished_sums(folder: Path, suite: Path, right: int, *texts: str) -> Path:

@@ -1,23 +1,19 @@
 """Recipe loader: ``load_recipe`` runs a Python file and returns the configuration of its ``recipe()``.
 
 The file's code runs in this process; what it prints goes to standard error. Any failure in it raises
-ConfigError. Import paths of earlier versions still work. Does not check the configuration's fields.
+ConfigError. Does not check the configuration's fields.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
 import sys
 import traceback
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from bapo_megatron.algo.corrections import CorrectionsConfig
-from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config.removed import removed_settings
 from bapo_megatron.errors import ConfigError
 
@@ -31,7 +27,6 @@ def load_recipe(path: Path, kind: type[C]) -> C:
         raise ConfigError(f"recipe {path} is not a Python file, or does not exist")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look up annotations
-    _serve_former_paths()
     try:
         with redirect_stdout(sys.stderr):  # on standard output a script expects a job's id, or JSON
             spec.loader.exec_module(module)
@@ -63,19 +58,3 @@ def _place(error: BaseException, recipe: str | None) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((frame for frame in reversed(frames) if frame.filename == recipe), frames[-1])
     return f"in {frame.filename}, line {frame.lineno}"
-
-
-def _serve_former_paths() -> None:
-    """Register import paths of earlier versions in ``sys.modules``, for old recipes."""
-    former_modules: dict[str, dict[str, Any]] = {
-        "bapo_megatron.recipe": {"load_recipe": load_recipe},
-        "bapo_megatron.algo.polarity_control": {"PolarityConfig": PapoConfig},
-        "bapo_megatron.algo.corrections.rejection": {"CorrectionsConfig": CorrectionsConfig},
-    }
-    for former, names in former_modules.items():
-        if former not in sys.modules:
-            module = ModuleType(former, "A module of an earlier commit, for recipes that import it.")
-            vars(module).update(names)
-            sys.modules[former] = module
-            package, _, name = former.rpartition(".")
-            setattr(importlib.import_module(package), name, module)

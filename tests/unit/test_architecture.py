@@ -145,8 +145,6 @@ def test_what_others_import_of_the_package_exists() -> None:
     """Also in functions and scripts, and in what neither mypy nor a test reads: studies, recipes."""
     folders = ("benchmarks", "recipes", "slurm", "studies", "docs", "tests")
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
-        if path.parent == ROOT / "tests/fixtures":
-            continue  # recipes of earlier versions, whose former paths are read
         for module, name in imported_by_others(path.read_text()):
             known = {*defined(modules()[module])} if module in modules() else set()
             is_there = name in known or f"{module}.{name}" in modules()

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from bapo_megatron.reward.answer_text import after_thinking
-from bapo_megatron.reward.code_tests import Asserted, Called, Case, Printed, read_tests, without_program
+from bapo_megatron.reward.code_tests import Asserted, Called, Case, Printed, read_names, read_tests
 from bapo_megatron.reward.expressions import PRELUDE, Split, defined
 from bapo_megatron.reward.sandbox import plain
 from bapo_megatron.reward.sandbox.fusion import FusionSandbox, FusionServer
@@ -87,7 +87,7 @@ def program_is_right(
         return False
     as_script = isinstance(tests.cases[0], Printed)
     prelude = tests.prelude if as_script else PRELUDE + tests.prelude
-    if not all(_is_defined(case, tree, tests.prelude) for case in tests.cases):
+    if not any(_is_defined(case, tree) for case in tests.cases):
         return False
     opened = partial(FusionSandbox, server) if server else Sandbox
     with opened(source, prelude, memory_mb, case_limit_s, recursion_limit=RECURSION_LIMIT) as sandbox:
@@ -116,12 +116,11 @@ def _parsed(source: str) -> ast.Module | None:
         return None
 
 
-def _is_defined(case: Case, tree: ast.Module, prelude: str) -> bool:
-    """Whether the program itself defines the tested function, where the prelude has one of the same name."""
-    if isinstance(case, Called) and _callee(tree, case) != case.function:
-        return True
-    names = without_program(case, prelude)
-    return not names or not names.isdisjoint(defined(tree))
+def _is_defined(case: Case, tree: ast.Module) -> bool:
+    """Whether the program itself defines something that is tested: the prelude has some of the names."""
+    if isinstance(case, Called):
+        return _callee(tree, case) != case.function or case.function in defined(tree)
+    return isinstance(case, Printed) or not read_names(case).isdisjoint(defined(tree))
 
 
 def _values(case: Asserted, parts: Split, sandbox: Sandbox, limit_s: float) -> str | None:

@@ -28,13 +28,10 @@ from functools import lru_cache, partial
 from typing import Any
 
 from bapo_megatron.reward.expressions import (
-    BUILTINS,
     NODES,
-    PRELUDE,
     USUAL,
     Helpers,
     Split,
-    bound_names,
     defined,
     names_of,
     node_names,
@@ -340,35 +337,17 @@ def _of_function(test: ast.FunctionDef, helpers: list[ast.stmt]) -> Iterator[Cas
     yield Asserted(f"{block}\n{test.name}()", "True", literal=False, forgeable=True)
 
 
-def without_program(case: Case, prelude: str) -> frozenset[str]:
-    """Return the names that a case reads, if all have a value without the tested program, else an empty set.
-    The program must then define one of them: ``factorial`` is also a name of the prelude."""
-    if isinstance(case, Printed):
+def read_names(case: Case) -> frozenset[str]:
+    """Return the names of variables and attributes that an assert reads in the program's process."""
+    if not isinstance(case, Asserted):
         return frozenset()
-    known = BUILTINS | names_of(PRELUDE) | names_of(prelude)
-    if isinstance(case, Called):
-        return frozenset((case.function,)) & known
-    tested = case.split.calls if case.split else (case.expression,)
-    names = frozenset[str]().union(*map(_read, tested)) - _defined(case.setup) | _free(case.setup)
-    return names - BUILTINS if names <= known else frozenset()
+    return _identifiers("\n".join((case.setup, *(case.split.calls if case.split else (case.expression,)))))
 
 
 @lru_cache(maxsize=16)
-def _free(source: str) -> frozenset[str]:
-    """Return the names that statements read before binding them; ``f = f`` reads one."""
-    free, bound = frozenset[str](), frozenset[str]()
-    for node in ast.parse(source).body:
-        own = bound_names(node.value if isinstance(node, ast.Assign) else node)
-        names = [name for name in ast.walk(node) if isinstance(name, ast.Name)]
-        read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
-        free |= read - own - bound
-        bound |= defined(ast.Module([node], []))
-    return free
-
-
-@lru_cache(maxsize=16)
-def _defined(source: str) -> frozenset[str]:
-    return defined(ast.parse(source))
+def _identifiers(source: str) -> frozenset[str]:
+    nodes = ast.walk(ast.parse(source))
+    return frozenset(name for node in nodes if (name := getattr(node, "attr", getattr(node, "id", ""))))
 
 
 @dataclass(frozen=True)

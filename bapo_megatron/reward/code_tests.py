@@ -338,16 +338,10 @@ def _of_function(test: ast.FunctionDef, helpers: list[ast.stmt]) -> Iterator[Cas
 
 
 def read_names(case: Case) -> frozenset[str]:
-    """Return the names of variables and attributes that an assert reads in the program's process."""
+    """Return the names that an assert reads in the program's process."""
     if not isinstance(case, Asserted):
         return frozenset()
-    return _identifiers("\n".join((case.setup, *(case.split.calls if case.split else (case.expression,)))))
-
-
-@lru_cache(maxsize=16)
-def _identifiers(source: str) -> frozenset[str]:
-    nodes = ast.walk(ast.parse(source))
-    return frozenset(name for node in nodes if (name := getattr(node, "attr", getattr(node, "id", ""))))
+    return _read("\n".join((case.setup, *(case.split.calls if case.split else (case.expression,)))))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from bapo_megatron.reward.answer_text import after_thinking
 from bapo_megatron.reward.code_tests import Asserted, Called, Case, Printed, read_names, read_tests
 from bapo_megatron.reward.expressions import PRELUDE, Split, defined
 from bapo_megatron.reward.sandbox import plain
-from bapo_megatron.reward.sandbox.fusion import FusionSandbox, FusionServer
+from bapo_megatron.reward.sandbox.fusion import FusionSandbox
 from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
@@ -75,10 +75,11 @@ def program_is_right(
     memory_mb: int,
     case_limit_s: float,
     total_limit_s: float,
-    server: FusionServer | None = None,
+    sandbox_url: str | None = None,
 ) -> bool:
     """Whether all tests pass, each within ``case_limit_s`` and all together within ``total_limit_s``. Both
-    limits count CPU time and sleep. ``server`` runs the programs instead of this machine, by its own clock.
+    limits count CPU time and sleep. ``sandbox_url``: SandboxFusion server that runs the programs instead of
+    this machine, by its own clock.
     Raises ValueError for a ground truth without valid tests, SandboxError for an unknown result."""
     tests = read_tests(ground_truth)
     source = last_code_block(after_thinking(response))
@@ -89,7 +90,7 @@ def program_is_right(
     prelude = tests.prelude if as_script else PRELUDE + tests.prelude
     if not any(_is_defined(case, tree) for case in tests.cases):
         return False
-    opened = partial(FusionSandbox, server) if server else Sandbox
+    opened = partial(FusionSandbox, sandbox_url) if sandbox_url else Sandbox
     with opened(source, prelude, memory_mb, case_limit_s, recursion_limit=RECURSION_LIMIT) as sandbox:
         return _all_pass(tests.cases, tree, sandbox, total_limit_s)
 

@@ -12,7 +12,7 @@ import json
 import logging
 import random
 import re
-from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
@@ -104,9 +104,7 @@ def with_path(url: str, path: str) -> str:
 
 class JsonClient:
     """Async HTTP client of one address, for one event loop at a time: concurrent ``ask`` calls, then
-    ``close``. Retries a retryable failure for up to ``give_up_s`` seconds. After that long without a success,
-    it tries each further call only once (circuit breaker), until one succeeds. A refusal (HTTP 4xx) changes
-    nothing: it may be of one request, or a gateway's before a dead server."""
+    ``close``. Retries a retryable failure for up to ``give_up_s`` seconds, and logs the first one."""
 
     def __init__(
         self,
@@ -126,19 +124,19 @@ class JsonClient:
         self._most_bytes = most_bytes
         self._proxy = _proxy_of(url)
         self._session: aiohttp.ClientSession | None = None
-        self._silent_since: float | None = None
         self._failed_at: float | None = None
-        self._retries: Counter[str] = Counter()
+        self._has_warned = False
 
     @property
     def has_failed(self) -> bool:
         """Whether the last ``ask_once`` failed within the last minute; callers prefer other addresses."""
         return self._failed_at is not None and _now() - self._failed_at < _FAILED_S
 
-    async def ask(self, body: dict[str, Any], give_up_s: float | None = None) -> Any:
-        """Return the JSON reply to ``body``. Raises EndpointError. ``give_up_s``: a shorter retry limit."""
+    async def ask(self, body: dict[str, Any]) -> Any:
+        """Return the JSON reply to ``body``. Raises EndpointError."""
+        data = json.dumps(body).encode()
         async with self._room:
-            return await self._persistently(json.dumps(body).encode(), give_up_s)
+            return await self._persistently(lambda limit_s: self._once(data, limit_s))
 
     async def ask_once(self, body: dict[str, Any]) -> Any:
         """Return the JSON reply as ``ask`` does, without retries. Raises EndpointError."""
@@ -148,59 +146,43 @@ class JsonClient:
             except EndpointError:
                 self._failed_at = _now()
                 raise
-            self._failed_at = self._silent_since = None
+            self._failed_at = None
             return answer
 
     async def connect(self) -> None:
         """Wait until the address accepts a connection. Raises EndpointError after ``give_up_s`` seconds."""
-        parts = urlsplit(self._proxy or self._url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        begun, wait_s = _now(), FIRST_WAIT_S
-        while True:
-            try:
-                async with asyncio.timeout(_CONNECT_S):
-                    _, writer = await asyncio.open_connection(parts.hostname, port)
-                writer.close()
-                return
-            except OSError as error:  # includes TimeoutError
-                failure = EndpointError("no connection", f"{self.address}: {_words(error)}")
-                if _now() + wait_s > begun + self._give_up_s:
-                    raise failure from None
-                self._tell_of(failure)
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        await self._persistently(self._connect)
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    async def _persistently(self, body: bytes, give_up_s: float | None) -> Any:
-        limit_s = self._give_up_s if give_up_s is None else min(give_up_s, self._give_up_s)
-        begun, wait_s = _now(), FIRST_WAIT_S
+    async def _persistently(self, attempt: Callable[[float], Awaitable[Any]]) -> Any:
+        """Return the result of ``attempt``, which gets a time limit in seconds, or raise its last error."""
+        end, wait_s = _now() + self._give_up_s, FIRST_WAIT_S
         while True:
-            sent = _now()
             try:
-                answer = await self._once(body, min(self._timeout_s, max(0.001, begun + limit_s - sent)))
+                return await attempt(min(self._timeout_s, max(0.001, end - _now())))
             except _Passing as error:
-                self._silent_since = sent if self._silent_since is None else self._silent_since
                 pause_s = wait_s * random.uniform(0.5, 1.0)
-                last = min(begun + limit_s, self._silent_since + self._give_up_s)
-                if _now() + pause_s >= last:
-                    raise EndpointError(error.place, str(error)) from None
-                self._tell_of(error)
-                await asyncio.sleep(pause_s)
-                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-            else:
-                self._silent_since = None
-                return answer
+                if _now() + pause_s >= end:
+                    raise
+                if not self._has_warned:
+                    _LOG.warning("endpoint: %s; asked again for up to %g s", error, self._give_up_s)
+                self._has_warned = True
+            await asyncio.sleep(pause_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    def _tell_of(self, error: EndpointError) -> None:
-        """Log the 1st, 10th, 100th ... retry for each kind of problem."""
-        self._retries[error.place] += 1
-        count = self._retries[error.place]
-        if count == 10 ** (len(str(count)) - 1):
-            _LOG.warning("endpoint: %s; asked again (%d times after this problem)", error, count)
+    async def _connect(self, limit_s: float) -> None:
+        parts = urlsplit(self._proxy or self._url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            async with asyncio.timeout(min(limit_s, _CONNECT_S)):
+                _, writer = await asyncio.open_connection(parts.hostname, port)
+        except OSError as error:  # includes TimeoutError
+            raise _Passing("no connection", f"{self.address}: {_words(error)}") from None
+        writer.close()
 
     async def _once(self, body: bytes, limit_s: float) -> Any:
         import aiohttp  # not at the top: every reward worker imports this file, few use endpoints

@@ -20,7 +20,6 @@ from bapo_megatron.reward import code, math
 from bapo_megatron.reward.code_tests import check_tests, is_tests
 from bapo_megatron.reward.endpoint_settings import read_settings
 from bapo_megatron.reward.reasoning_gym import check_extra_info, score, tasks
-from bapo_megatron.reward.sandbox.fusion import FusionServer
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 
 if TYPE_CHECKING:
@@ -105,13 +104,10 @@ def prompt_fields_of(function: str) -> tuple[str, ...]:
 
 def built_in(reward: RewardConfig) -> BuiltIn:
     """Return a worker's built-in reward function, for calls in the main thread; the pool kills a worker that
-    hangs. Raises ConfigError if a trial program fails at `reward.sandbox_url`, or without reasoning-gym."""
+    hangs. Raises ConfigError without reasoning-gym."""
     if reward.function == "reasoning_gym":
         tasks()  # imported before the memory is limited
         return lambda prompt, response: score(prompt["extra_info"], response)
-    server = FusionServer(reward.sandbox_url) if reward.sandbox_url and runs_code(reward.function) else None
-    if server:
-        server.check()
 
     def math_is_right(ground_truth: str, response: str) -> bool:
         from bapo_megatron.reward.math_verify_compare import equal
@@ -120,10 +116,8 @@ def built_in(reward: RewardConfig) -> BuiltIn:
         return math.answer_is_right(ground_truth, response, equal, allow)
 
     def code_is_right(ground_truth: str, response: str) -> bool:
-        total_s = CODE_SHARE * reward.time_limit_s
-        return code.program_is_right(
-            ground_truth, response, reward.memory_limit_mb, reward.code_case_limit_s, total_s, server
-        )
+        limits = (reward.memory_limit_mb, reward.code_case_limit_s, CODE_SHARE * reward.time_limit_s)
+        return code.program_is_right(ground_truth, response, *limits, reward.sandbox_url)
 
     def either_is_right(ground_truth: str, response: str) -> bool:
         return (code_is_right if is_tests(ground_truth) else math_is_right)(ground_truth, response)

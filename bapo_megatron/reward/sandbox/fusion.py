@@ -15,15 +15,12 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.endpoint_client import EndpointError, JsonClient, with_path
 from bapo_megatron.reward.sandbox import plain
 from bapo_megatron.reward.sandbox.sandbox import CLOCK_FACTOR, START_LIMIT_S, Ended, Sandbox, SandboxError
 
-_CALL_S = 120.0
-"""Time limit of a call in seconds; only an overloaded server reaches it."""
-
-_TRIAL_S = 30.0
+_MOST_BYTES = 8 << 20
+"""Maximum size of an answer: the server keeps a program's first MiB, in JSON up to six bytes a character."""
 
 # Appended to the source of `plain`.
 _CASE = """
@@ -35,7 +32,6 @@ def _tell(case):
     return told(case, case["prelude"], case.get("source", ""), module.__dict__)
 
 def _end(text, out=os.fdopen(os.dup(1), "w", encoding="utf-8"), leave=os._exit):
-    sys.stdout.flush()
     out.write(text)
     out.flush()
     leave(0)
@@ -45,82 +41,21 @@ os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the server keeps the first MiB, 
 """
 
 
-class FusionServer:
-    """Client of one SandboxFusion server, for one reward worker: ``run`` executes code there and returns an
-    ``Ended``, or None past a case's time limit; raises SandboxError if the server fails. Calls block, and
-    each opens its own connection."""
-
-    def __init__(self, url: str) -> None:
-        """``url``: server address, with or without ``/run_code``."""
-        self._client = JsonClient(with_path(url, "/run_code"), _CALL_S, _CALL_S)
-
-    def check(self) -> None:
-        """Run a one-line program. Raises ConfigError if the server fails or returns a wrong result."""
-        try:
-            ended = self.run("print(6 * 7)", "", 256, 10.0, _TRIAL_S)
-            problem = "" if ended and ended.output.strip() == "42" else f"`print(6 * 7)` gave {ended}"
-        except SandboxError as error:
-            problem = str(error)
-        if problem:
-            raise ConfigError(
-                f"reward.sandbox_url: the server does not run programs: {problem}; start it "
-                "(docs/rewards.md#a-sandboxfusion-server), or mend the address"
-            )
-
-    def run(
-        self, code: str, stdin: str, memory_mb: int, case_limit_s: float, clock_limit_s: float
-    ) -> Ended | None:
-        """Run the code. Returns None if it does not finish within ``case_limit_s`` there or prints too much.
-        Raises SandboxError without an answer within ``clock_limit_s``, or if the server cannot run it."""
-        body = {
-            "code": code,
-            "language": "python",
-            "stdin": stdin,
-            "run_timeout": case_limit_s,
-            "memory_limit_MB": memory_mb,
-        }
-        try:
-            answer = asyncio.run(self._asked(body, clock_limit_s))
-        except EndpointError as error:
-            if error.place == "long answer":  # the program printed too much
-                return None
-            raise SandboxError(str(error)) from error
-        return self._ended(answer)
-
-    async def _asked(self, body: dict[str, Any], limit_s: float) -> Any:
-        try:
-            return await self._client.ask(body, limit_s)
-        finally:
-            await self._client.close()
-
-    def _ended(self, answer: Any) -> Ended | None:
-        is_run = isinstance(answer, dict) and answer.get("status") != "SandboxError"
-        run = answer.get("run_result") if is_run else None
-        if not isinstance(run, dict) or run.get("status") not in ("Finished", "TimeLimitExceeded"):
-            raise SandboxError(f"{self._client.address}: it could not run the program: {str(answer)[:300]}")
-        if run["status"] == "TimeLimitExceeded":
-            return None
-        code = run.get("return_code")
-        took_s = run.get("execution_time")
-        took_s = float(took_s) if isinstance(took_s, (int, float)) else 0.0
-        return Ended(code if isinstance(code, int) else 1, str(run.get("stdout") or ""), None, took_s)
-
-
 class FusionSandbox(Sandbox):
-    """``Sandbox`` of one program (``source``) on a SandboxFusion server: same calls, but each test case is
-    sent as a separate program, and cases share no files."""
+    """``Sandbox`` of one program (``source``) on the SandboxFusion server at ``url``: same calls, but each
+    test case is sent as a separate program, and cases share no files."""
 
     def __init__(
         self,
-        server: FusionServer,
+        url: str,
         source: str,
         prelude: str,
         memory_mb: int,
         case_limit_s: float,
         recursion_limit: int,
     ) -> None:
-        # Skips the base class, which would start a process.
-        self._server, self._source, self._prelude = server, source, prelude
+        """``url``: with or without ``/run_code``. Skips the base class, which would start a process."""
+        self._url, self._source, self._prelude = with_path(url, "/run_code"), source, prelude
         self._memory_mb, self._case_limit_s = memory_mb, case_limit_s
         self._first = f"import sys\nsys.setrecursionlimit({recursion_limit})\n"
         self.used_s = 0.0
@@ -132,13 +67,6 @@ class FusionSandbox(Sandbox):
     def close(self) -> None:
         """Do nothing: the server keeps no state."""
 
-    def _run(self, code: str, stdin: str, limit_s: float) -> Ended | None:
-        limit_s = min(limit_s, self._case_limit_s)
-        clock_limit_s = CLOCK_FACTOR * limit_s + START_LIMIT_S
-        ended = self._server.run(code, stdin, self._memory_mb, limit_s, clock_limit_s)
-        self.used_s += limit_s if ended is None else ended.time_s
-        return ended
-
     def _ask(self, case: dict[str, Any], limit_s: float) -> Ended | None:
         """Run a case that prints its value after a random mark. Judgements never see the source."""
         mark = os.urandom(16).hex()
@@ -149,3 +77,30 @@ class FusionSandbox(Sandbox):
         if ended is None or ended.code != 0 or mark not in ended.output:
             return ended
         return replace(ended, output="", value=ended.output.rpartition(mark)[2].strip())
+
+    def _run(self, code: str, stdin: str, limit_s: float) -> Ended | None:
+        """Run the code. Returns None if the server's clock stops it. Raises SandboxError if the server does
+        not run it within ten times the limit."""
+        limit_s = min(limit_s, self._case_limit_s)
+        body = {"code": code, "language": "python", "stdin": stdin, "memory_limit_MB": self._memory_mb}
+        clock_limit_s = CLOCK_FACTOR * limit_s + START_LIMIT_S
+        client = JsonClient(self._url, clock_limit_s, clock_limit_s, most_bytes=_MOST_BYTES)
+        try:
+            answer = asyncio.run(_asked(client, {**body, "run_timeout": limit_s}))
+        except EndpointError as error:
+            raise SandboxError(str(error)) from error
+        is_run = isinstance(answer, dict) and answer.get("status") != "SandboxError"
+        run = answer.get("run_result") if is_run else None
+        if not isinstance(run, dict) or run.get("status") not in ("Finished", "TimeLimitExceeded"):
+            raise SandboxError(f"{client.address}: it could not run the program: {str(answer)[:300]}")
+        is_late = run["status"] == "TimeLimitExceeded"
+        took_s = limit_s if is_late else float(run.get("execution_time") or 0.0)
+        self.used_s += took_s
+        return None if is_late else Ended(run.get("return_code", 1), run.get("stdout") or "", None, took_s)
+
+
+async def _asked(client: JsonClient, body: dict[str, Any]) -> Any:
+    try:
+        return await client.ask(body)
+    finally:
+        await client.close()

@@ -12,11 +12,9 @@ import pytest
 from aiohttp import web
 
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.code import program_is_right
 from bapo_megatron.reward.functions import needs_sandbox
 from bapo_megatron.reward.pool import RewardResult
-from bapo_megatron.reward.sandbox.fusion import FusionServer
 from bapo_megatron.reward.sandbox.sandbox import SandboxError
 from bapo_megatron.types import Prompt
 from tests.support.fusion_server import BROKEN, run_code
@@ -57,9 +55,9 @@ def root(server: JudgeServer) -> str:
     return server.url.removesuffix("/v1")
 
 
-def right(server: FusionServer, ground_truth: str, source: str, case_s: float = 20.0) -> bool:
+def right(url: str, ground_truth: str, source: str, case_s: float = 20.0) -> bool:
     response = f"So:\n```python\n{source}\n```"
-    return program_is_right(ground_truth, response, 512, case_s, 200.0, server)
+    return program_is_right(ground_truth, response, 512, case_s, 200.0, url)
 
 
 @pytest.mark.parametrize(("ground_truth", "source", "is_it"), PROGRAMS)
@@ -67,14 +65,14 @@ def test_verdicts_are_those_of_this_machines_sandbox(
     fusion: JudgeServer, ground_truth: str, source: str, is_it: bool
 ) -> None:
     case_s = 1.0 if source.startswith("while True") else 20.0
-    assert right(FusionServer(root(fusion)), ground_truth, source, case_s) is is_it
+    assert right(root(fusion), ground_truth, source, case_s) is is_it
 
 
 def test_what_is_expected_is_not_sent(fusion: JudgeServer) -> None:
     secret = 987654321
     truth = json.dumps([f"assert f(1) == {secret}", f"assert f(1) - {secret} < 1"])
     fusion.bodies.clear()
-    assert right(FusionServer(f"{root(fusion)}/run_code"), truth, "def f(x):\n    return 987654320 + x")
+    assert right(f"{root(fusion)}/run_code", truth, "def f(x):\n    return 987654320 + x")
     asked = [body["code"] for body in fusion.bodies if "987654320 + x" in body["code"]]
     assert len(asked) == 2  # the judgement of the second came third, without the program
     assert len(fusion.bodies) == 3
@@ -94,11 +92,8 @@ def test_what_is_expected_is_not_sent(fusion: JudgeServer) -> None:
     ids=["broken", "error of the run", "error around a run", "list", "html", "404"],
 )
 def test_a_server_that_is_wrong_makes_no_program_wrong(answer: Answer, says_: str) -> None:
-    with judge_server(answer) as server:
-        with pytest.raises(SandboxError, match=says_):
-            right(FusionServer(root(server)), ADD, "print(3)")
-        with pytest.raises(ConfigError, match=f"reward.sandbox_url: .*{says_}"):
-            FusionServer(root(server)).check()
+    with judge_server(answer) as server, pytest.raises(SandboxError, match=says_):
+        right(root(server), ADD, "print(3)")
 
 
 async def slow(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
@@ -112,7 +107,7 @@ async def test_the_servers_queue_is_not_the_programs_time() -> None:
         limits = {"time_limit_s": 1.0, "code_case_limit_s": 1.0}
         async with pooling(function="code", sandbox_url=root(server), **limits) as pool:
             assert await pool.score(prompt(), f"```python\n{SUM}\n```", 1) == RewardResult(1.0)
-        *_, first, second = [body["run_timeout"] for body in server.bodies]
+        first, second = [body["run_timeout"] for body in server.bodies]
         assert (first, round(second, 6)) == (0.9, 0.8)  # each program took 0.1 s
 
 

@@ -1,9 +1,8 @@
 """``bapo data prepare``: ``prepare(options)`` filters sources into a dataset folder and returns its ``Card``.
 
-The folder has data.jsonl, card.json and README.md, and is renamed into place when complete. Sources are read
-twice: the first pass finds repeated and contradictory problems, the second filters and writes. Equal sources
-and options give equal bytes, so data.jsonl's digest identifies a dataset. Raises ConfigError for bad options
-or sources, if too many rows are invalid, or if none is left; fewer invalid rows are dropped and counted.
+The folder has data.jsonl, card.json and README.md, and is renamed into place when complete. Equal sources and
+options give equal bytes, so data.jsonl's digest identifies a dataset. Raises ConfigError for bad options or
+sources, if too many rows are invalid, or if none is left; fewer invalid rows are dropped and counted.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ from bapo_megatron.data.prepare.filters import (
     difficulty_filter,
     first_reason,
     length_filter,
-    same_answer,
     scorable,
-    unreadable_truth,
 )
 from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
 from bapo_megatron.data.prepare.problems import (
@@ -60,19 +57,9 @@ def prepare(options: PrepareOptions) -> Card:
     options = replace(options, reward=options.reward_function, instruct=instruct)
     generated = options.size, options.seed, json.loads(options.task_settings)
     sources = [open_source(text, options.split, options.revision, *generated) for text in options.sources]
-    judged = () if options.own_reward else (same_answer, unreadable_truth(options.reward_function))
-    duplicates = Duplicates(*judged)
+    duplicates = Duplicates()
     card = Card(sources=[], options=options)
     index = _contamination(options, card)
-    for source in sources:
-        rows = 0
-        for problem in _problems(source, options):
-            rows += 1
-            if isinstance(problem, Problem):
-                duplicates.show(problem)
-        if not rows:
-            raise ConfigError(f"source {source.name}: it has no rows")
-        card.sources.append({"name": source.name, "sha256": source.digest(), "rows": rows})
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer is not None else None
     filters = _filters(options, duplicates, index, card, tokenizer)
     with new_folder(options.output, _WRITER, _foreign) as folder:
@@ -124,10 +111,7 @@ def _contamination(options: PrepareOptions, card: Card) -> Contamination | None:
 def _filters(
     options: PrepareOptions, duplicates: Duplicates, index: Contamination | None, card: Card, tokenizer: Any
 ) -> list[tuple[str, Filter]]:
-    filters: list[tuple[str, Filter]] = [
-        ("conflicting answers", duplicates.conflict),
-        ("duplicate", duplicates.repeated),
-    ]
+    filters: list[tuple[str, Filter]] = [("duplicate", duplicates.repeated)]
     if options.difficulty is not None:
         bounds = options.min_difficulty, options.max_difficulty
         filters.append(("difficulty", difficulty_filter(options.difficulty, *bounds)))
@@ -164,10 +148,11 @@ def _write(
     card: Card,
     tokenizer: Any,
 ) -> str:
-    """Second pass: write the kept rows, count the others in ``card``; return the file's SHA-256."""
+    """Write the kept rows, count the others and the sources in ``card``; return the file's SHA-256."""
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for source in sources:
+            number = -1
             for number, problem in enumerate(_problems(source, card.options)):
                 if isinstance(problem, RowError):
                     card.drop(Dropped(INVALID, source.name, number, str(problem), ""))
@@ -180,6 +165,7 @@ def _write(
                     duplicates.keep(problem)
                     card.keep(problem)
                     card.control_tokens += spelled_control_token(problem.messages, tokenizer) is not None
+            card.sources.append({"name": source.name, "sha256": source.digest(), "rows": number + 1})
     return digest.hexdigest()
 
 

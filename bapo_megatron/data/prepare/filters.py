@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.data.prepare.normal_form import answer_text, key, ngrams, words
+from bapo_megatron.data.prepare.normal_form import key, ngrams, words
 from bapo_megatron.data.prepare.problems import Problem
 from bapo_megatron.data.prompts import prompt_token_ids
 from bapo_megatron.data.rows import RowError, difficulty_of
-from bapo_megatron.reward.answer_text import last_boxed
 from bapo_megatron.reward.code_tests import is_tests
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
-from bapo_megatron.reward.math import MAX_ANSWER_CHARACTERS, answers_equal
+from bapo_megatron.reward.math import MAX_ANSWER_CHARACTERS
 
 Filter = Callable[[Problem], str | None]
 """Returns the reason to drop a problem, or None. Raises RowError for an invalid row."""
@@ -39,63 +38,18 @@ OWN = 4
 
 
 class Duplicates:
-    """Deduplication filter: keeps the first of several prompts with equal normal form, and none of them if
-    their answers differ.
+    """Deduplication filter: of several prompts (all messages) with equal normal form the first is kept."""
 
-    First pass: ``show`` it every prompt (all messages). Second pass: the filters ``conflict`` and
-    ``repeated`` return the reason to drop a prompt, or None; ``keep`` records one that no filter drops. Tests
-    of programs are not compared. Answers with different normal forms are compared by ``equal`` (by
-    default they differ); those that are ``unreadable`` do not count.
-    """
-
-    def __init__(
-        self,
-        equal: Callable[[str, str], bool] = lambda _one, _other: False,
-        unreadable: Callable[[str], str | None] = lambda _answer: None,
-    ) -> None:
-        """``equal``: whether the reward equates two differently written ground truths. ``unreadable``: why it
-        cannot read one, or None."""
-        self._equal, self._unreadable = equal, unreadable
-        self._answers: dict[bytes, str] = {}
-        self._torn: set[bytes] = set()
+    def __init__(self) -> None:
         self._kept: set[bytes] = set()
 
-    def show(self, problem: Problem) -> None:
-        """First pass: remember the prompt and its answer."""
-        prompt = key(problem.conversation)
-        answer = "" if problem.is_code else problem.ground_truth
-        first = self._answers.get(prompt)
-        if first is None:
-            self._answers[prompt] = answer
-        elif prompt not in self._torn and not self._agree(first, answer):
-            if first and self._unreadable(first):
-                self._answers[prompt] = answer
-            elif not (answer and self._unreadable(answer)):
-                self._torn.add(prompt)
-
-    def _agree(self, answer: str, other: str) -> bool:
-        if answer_text(answer) == answer_text(other):
-            return True
-        return bool(answer and other) and self._equal(answer, other)
-
-    def conflict(self, problem: Problem) -> str | None:
-        """Second pass: return the reason to drop a prompt that another row answers differently, or None."""
-        torn = key(problem.conversation) in self._torn
-        return f"answered {problem.ground_truth!r} here and differently elsewhere" if torn else None
-
     def repeated(self, problem: Problem) -> str | None:
-        """Second pass: return the reason to drop a prompt that was kept before, or None."""
+        """Return the reason to drop a prompt that was kept before, or None."""
         return "the question came before" if key(problem.conversation) in self._kept else None
 
     def keep(self, problem: Problem) -> None:
-        """Second pass: note a prompt that no filter drops; of one that is dropped a later row may be kept."""
+        """Note a prompt that no filter drops; of one that is dropped a later row may be kept."""
         self._kept.add(key(problem.conversation))
-
-
-def same_answer(answer: str, other: str) -> bool:
-    """Whether the mathematics reward accepts one of two ground truths as a response to the other."""
-    pairs = ((answer, other), (other, answer))
-    return any(answers_equal(truth, last_boxed(said) or said, None, True) for truth, said in pairs)
 
 
 @dataclass(frozen=True)
@@ -184,17 +138,11 @@ def scorable(reward: str) -> Filter:
     mathematics, invalid tests, no entry of a task). With a user's reward it drops none."""
     if (check_info := extra_info_check(reward)) is not None:
         return lambda problem: check_info(problem.extra_info)
-    unreadable = unreadable_truth(reward)
-    return lambda problem: unreadable(problem.ground_truth)
+    if (check := ground_truth_check(reward)) is None:
+        return lambda _problem: None
 
-
-def unreadable_truth(reward: str) -> Callable[[str], str | None]:
-    """Return a function that says why the reward cannot read a ground truth; None if it can."""
-    check = ground_truth_check(reward)
-    if check is None:
-        return lambda _truth: None
-
-    def why(truth: str) -> str | None:
+    def why(problem: Problem) -> str | None:
+        truth = problem.ground_truth
         if reward != "code" and not is_tests(truth) and (said := _sentence(truth[:MAX_ANSWER_CHARACTERS])):
             return (
                 f"its answer has the words {said!r}, and math-verify would read letters: mend it, or "

@@ -95,7 +95,7 @@ GAMES = [{"question": "Guess my number.", "answer": answer} for answer in ("7", 
     [
         ([{"text": "a"}] * 2, {"max_invalid": 0.05}, "2 of 2 rows are invalid(.|\n)*its columns are text"),
         ([{"text": "a"}], {}, r"no row of 1 is left \(invalid 1\)"),
-        (GAMES, {}, r"no row of 2 is left \(conflicting answers 2\)"),
+        (GAMES, {"difficulty": "hard"}, r"no row of 2 is left \(difficulty 2\)"),
         ([], {}, r"rows\.jsonl: the file has no rows"),
         (GAMES[:1], {"source_column": "task", "max_invalid": 0.0}, "--source-column task is None"),
     ],

@@ -69,8 +69,8 @@ def test_each_filter_leaves_out_what_it_must(tmp_path: Path) -> None:
     options = {"against": ("held_out",), "suites": tmp_path / "suites", "tokenizer": MODEL}
     options |= {"max_prompt_tokens": 400, "difficulty": SEVEN, "min_difficulty": 1, "max_difficulty": 15}
     card = prepared(tmp_path, rows, **options)
-    assert questions(tmp_path) == [GOATS]
-    dropped = {"duplicate": 1, "conflicting answers": 2, "difficulty": 3}
+    assert questions(tmp_path) == [GOATS, "One box holds 3 balls."]
+    dropped = {"duplicate": 2, "difficulty": 3}
     assert card.dropped == {**dropped, "contaminated": 1, "too long": 1, "invalid": 2}
     assert [one.row for one in card.invalid] == [9, 10]
     assert sum(card.dropped.values()) + card.kept == len(rows)
@@ -80,7 +80,7 @@ def test_each_filter_leaves_out_what_it_must(tmp_path: Path) -> None:
     assert all(f"left out: {count} {reason}\n" in text for reason, count in card.dropped.items())
 
 
-def test_the_same_tests_of_a_program_are_no_conflict(tmp_path: Path) -> None:
+def test_other_tests_of_a_program_are_a_duplicate(tmp_path: Path) -> None:
     other = json.dumps({"inputs": ["3\n"], "outputs": ["6\n"]})
     row = {**skywork("Double it.", TESTS), "ability": "math"}  # which tests correct
     card = prepared(tmp_path, [row, skywork("Double it.", other)])
@@ -147,35 +147,16 @@ def test_earlier_turns_count_in_decontamination(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "reward", "dropped"),
-    [
-        ("0.5", r"\frac{1}{2}", None, {"duplicate": 1, "conflicting answers": 2}),
-        ("1,000", "1000", None, {"duplicate": 1, "conflicting answers": 2}),
-        (r"\boxed{7}", "7", None, {"duplicate": 1, "conflicting answers": 2}),
-        ("1024", "2^{10}", None, {"duplicate": 1, "conflicting answers": 2}),
-        ("0.5", "1/2", "my:score", {"conflicting answers": 4}),  # compared as texts
-    ],
-)
-def test_answers_that_the_reward_calls_equal_are_no_conflict(
-    tmp_path: Path, one: str, other: str, reward: str | None, dropped: dict[str, int]
-) -> None:
-    pairs = ((GOATS, one), (GOATS, other), ("2?", "1"), ("2?", "3"), ("3?", "1"))
-    card = prepared(tmp_path, [skywork(*pair) for pair in pairs], reward=reward)
-    assert card.dropped == dropped
-    assert reward or kept(tmp_path)[0]["reward_model"]["ground_truth"] == one
-
-
-@pytest.mark.parametrize(
     ("answers", "dropped"),
     [
         (("notfound", "19"), {"invalid": 1}),  # NuminaMath's
         (("19", "see solution", "19"), {"duplicate": 2}),
-        (("proof", "19", "20"), {"conflicting answers": 3}),
+        (("proof", "19", "20"), {"invalid": 1, "duplicate": 1}),
     ],
 )
-def test_what_is_no_answer_conflicts_with_none(
+def test_the_first_row_with_an_answer_is_kept(
     tmp_path: Path, answers: tuple[str, ...], dropped: dict[str, int]
 ) -> None:
     card = prepared(tmp_path, [*(skywork(GOATS, answer) for answer in answers), skywork("3?", "1")])
     assert card.dropped == dropped
-    assert [row["reward_model"]["ground_truth"] for row in kept(tmp_path)] == [*["19"] * (card.kept - 1), "1"]
+    assert [row["reward_model"]["ground_truth"] for row in kept(tmp_path)] == ["19", "1"]

@@ -125,10 +125,10 @@ def chat_template_of(tokenizer: Any) -> ChatTemplate:
     return ChatTemplate(tokenizer)
 
 
-def spelled_control_token(messages: Iterable[Message], tokenizer: Any = None) -> str | None:
+def spelled_control_token(messages: Iterable[Message], tokenizer: Any) -> str | None:
     """Return the beginning of the first control token, of this tokenizer or any known model, in the messages'
     text, else None. The model receives it as text, even in an already rendered prompt."""
-    known = [_OF_ANY_MODEL, *([chat_template_of(tokenizer).control] if tokenizer is not None else [])]
+    known = _OF_ANY_MODEL, chat_template_of(tokenizer).control
     for text in (str(one.get("content") or "") for one in messages):
         if found := next(filter(None, (one.search(text) for one in known)), None):
             return text[found.start() : found.start() + _SHOWN_CHARACTERS].split()[0]

@@ -103,12 +103,6 @@ def check_ground_truth(ground_truth: str) -> str | None:
     return None
 
 
-def is_operation(ground_truth: str) -> bool:
-    """Whether a ground truth is an unevaluated operation, so that an answer may be one, too."""
-    answer = _bare(ground_truth)
-    return not INTEGER.fullmatch(answer) and _math_verify().ask("is_operation", answer)
-
-
 @lru_cache(maxsize=1 << 16)
 def answers_equal(
     ground_truth: str, answer: str, equal: Equal | None = None, allow_operations: bool = False

@@ -18,7 +18,6 @@ from bapo_megatron.data.prepare.filters import INVALID
 from bapo_megatron.data.prepare.options import CARD_FILE, DATA_FILE, PrepareOptions
 from bapo_megatron.data.prepare.problems import Problem
 from bapo_megatron.reward.code_tests import forgeable_tests
-from bapo_megatron.reward.math import is_operation
 
 FORMAT = 1
 
@@ -57,23 +56,14 @@ class Card:
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[Dropped]] = field(default_factory=dict)
     invalid: list[Dropped] = field(default_factory=list)
-    by_data_source: Counter[str] = field(default_factory=Counter)
-    by_ability: Counter[str] = field(default_factory=Counter)
     forgeable: int = 0
     """Kept rows with forgeable tests (`reward.code_tests.forgeable_tests`)."""
-    operations: int = 0
-    """Kept rows whose ground truth is an unevaluated operation: unevaluated answers are then right."""
-    control_tokens: int = 0
-    """Kept rows whose prompt spells a control token, which the model sees as text."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Histogram of kept prompts by tokens; empty without a tokenizer."""
 
     def keep(self, problem: Problem) -> None:
         self.kept += 1
-        self.by_data_source[problem.data_source] += 1
         self.forgeable += forgeable_tests(problem.ground_truth) > 0
-        self.by_ability[problem.ability] += 1
-        self.operations += problem.is_math and is_operation(problem.ground_truth)
 
     def drop(self, row: Dropped) -> None:
         """Count a dropped row; the first rows per reason become examples."""
@@ -100,11 +90,7 @@ class Card:
             "dropped": dict(self.dropped),
             "invalid_rows": [{"source": row.source, "row": row.row, "why": row.why} for row in self.invalid],
             "examples": {name: [vars(row) for row in shown] for name, shown in self.examples.items()},
-            "by_data_source": dict(self.by_data_source.most_common()),
-            "by_ability": dict(self.by_ability.most_common()),
             "forgeable_rows": self.forgeable,
-            "operation_rows": self.operations,
-            "control_token_rows": self.control_tokens,
             "prompt_tokens": self._prompt_tokens(),
         }
 
@@ -134,19 +120,9 @@ def _lines(card: Card, file: str) -> list[str]:
     rows = sum(source["rows"] for source in card.sources)
     lines = [f"{card.kept} of {rows} rows are in {file} (SHA-256 {card.sha256[:12]}...)"]
     lines += [f"left out: {count} {reason}" for reason, count in card.dropped.items()]
-    return lines + _card_lines(card)
-
-
-def _card_lines(card: Card) -> list[str]:
-    forgeable = f"rows with tests that a program can forge (docs/rewards.md#programs): {card.forgeable}"
-    operations = f"rows whose answer is an operation (docs/rewards.md#mathematics): {card.operations}"
-    control = (
-        "rows whose prompt spells a control token such as <|im_end|>, which a model gets as text: give "
-        "messages in place of rendered prompts "
-        f"(docs/data.md#which-fields-are-understood): {card.control_tokens}"
-    )
-    told = ((forgeable, card.forgeable), (operations, card.operations), (control, card.control_tokens))
-    return [line for line, count in told if count]
+    if card.forgeable:
+        lines.append(f"rows with tests that a program can forge (docs/rewards.md#programs): {card.forgeable}")
+    return lines
 
 
 def _short(text: str) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.flags import parse_options
-from bapo_megatron.data.chat_template import spelled_control_token
 from bapo_megatron.data.prepare.card import Card, Dropped, as_markdown, summary
 from bapo_megatron.data.prepare.filters import (
     INVALID,
@@ -164,7 +163,6 @@ def _write(
                     digest.update(line)
                     duplicates.keep(problem)
                     card.keep(problem)
-                    card.control_tokens += spelled_control_token(problem.messages, tokenizer) is not None
             card.sources.append({"name": source.name, "sha256": source.digest(), "rows": number + 1})
     return digest.hexdigest()
 

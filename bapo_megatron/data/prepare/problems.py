@@ -76,19 +76,11 @@ class Problem:
     """Kind of problem stated in its row."""
 
     @property
-    def is_code(self) -> bool:
-        return is_tests(self.ground_truth)
-
-    @property
-    def is_math(self) -> bool:
-        return not self.own_reward and not self.is_code
-
-    @property
     def ability(self) -> str:
         """Kind of problem: ``math`` or ``code``; for another reward the row's own, or ``other``."""
         if self.own_reward:
             return self.named_ability or "other"
-        return "code" if self.is_code else "math"
+        return "code" if is_tests(self.ground_truth) else "math"
 
     @property
     def dialogue(self) -> str:

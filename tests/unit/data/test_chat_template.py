@@ -195,7 +195,7 @@ def test_other_conversations_have_the_ids_of_the_template(name: str) -> None:
 def test_a_run_tells_of_prompts_that_were_rendered_already(spelled: str, tmp_path: Path) -> None:
     """Also by the template of another model."""
     tokenizer = demo_tokenizer()
-    texts = ("1 < 2? <think>", f"{spelled}user 1+1?")
+    texts = ("1 < 2? <think> 1 <|x| and |y|> 2? 1 <s 2> 3?", f"{spelled}user 1+1?")
     prompts = [load_prompts(row(tmp_path, text, ""), tokenizer, 10**6).prompts[0] for text in texts]
     assert control_tokens_text(prompts[:1], tokenizer) is None
     told = (

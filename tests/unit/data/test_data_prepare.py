@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,10 @@ def test_a_reward_of_ones_own_takes_any_text(tmp_path: Path) -> None:
     rows = [{"question": asked, "answer": text}, {"question": "Two?", "answer": listed}]
     rows += [{"question": "Both?", "answer": ["1", "2"]}, skywork(GOATS, "19")]
     card = prepared(tmp_path, rows, reward="my_rewards:same_words")
-    assert card.by_ability == {"other": 3, "math": 1}  # a kind that a row names stays
     assert not card.as_json()["options"]["instruct"]  # no sentence is added
     row, _, _, named = kept(tmp_path)
     assert (row["prompt"], row["ability"]) == ([{"role": "user", "content": asked}], "other")
-    assert named["ability"] == "math"
+    assert named["ability"] == "math"  # a kind that a row names stays
     data = tmp_path / "out" / DATA_FILE
     found = load_prompts(data, load_tokenizer(MODEL), 400).prompts
     assert [one.ground_truth for one in found] == [text, listed, listed, "19"]
@@ -50,29 +48,13 @@ def test_a_run_says_how_raw_rows_are_prepared(tmp_path: Path) -> None:
 
 
 LOOP = json.dumps(["assert all(f(i) == i for i in range(3))"])
-OPERATIONS = ["120", r"\binom{10}{3}", "2^{10}", r"\sqrt{2}", "n(n+1)", "12-7"]
-RENDERED = ["<|im_start|>user\n1+1?<|im_end|>", "[INST] 1+2? [/INST]"]
-"""With control tokens of another model, too; comparisons and tags are none."""
-NOT_RENDERED = ["Is 1 <|x| and |y|> 2?", "1 <s 2> 3?"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "field", "count", "told"),
-    [
-        ([skywork("f", LOOP), skywork("g", TESTS)], "forgeable", 1, "forge (docs/rewards.md#programs)"),
-        ([skywork(f"{n}?", one) for n, one in enumerate(OPERATIONS)], "operation", 3, "operation (docs/rew"),
-        ([skywork(one, "1") for one in RENDERED + NOT_RENDERED], "control_token", 2, "(docs/data.md#which-"),
-    ],
-    ids=["forgeable", "operations", "rendered"],
-)
-def test_rows_to_look_at_are_counted(
-    tmp_path: Path, rows: list[Any], field: str, count: int, told: str
-) -> None:
-    for tokenizer in (None, MODEL):
-        card = prepared(tmp_path, rows, tokenizer=tokenizer, overwrite=True)
-        assert card.as_json()[f"{field}_rows"] == count
-        text = (tmp_path / "out" / CARD_TEXT).read_text()
-        assert re.search(rf"{re.escape(told)}.*: {count}\n", text)
+def test_rows_whose_tests_can_be_forged_are_counted(tmp_path: Path) -> None:
+    card = prepared(tmp_path, [skywork("f", LOOP), skywork("g", TESTS)])
+    assert card.as_json()["forgeable_rows"] == 1
+    text = (tmp_path / "out" / CARD_TEXT).read_text()
+    assert "- rows with tests that a program can forge (docs/rewards.md#programs): 1\n" in text
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])

@@ -46,7 +46,7 @@ def test_every_schema_gives_the_same_problem(row: dict[str, Any], answer: str) -
     assert problem.question == GOATS
     assert problem.ground_truth == answer
     assert problem.extra_info["row"] == 5
-    assert not problem.is_code
+    assert problem.ability == "math"
     assert problem_of(problem.row(), "again", 5).row() == problem.row()
 
 
@@ -101,14 +101,14 @@ def test_the_form_that_a_dataset_asks_for(content: str, is_the_judges: bool) -> 
 def test_programs_are_asked_for_as_a_block() -> None:
     row = skywork("Double the number that you read.", TESTS)
     problem = problem_of(row, "x", 0)
-    assert problem.is_code
+    assert problem.ability == "code"
     assert problem.row()["ability"] == "code"
     assert problem.messages[0]["content"].endswith(CODE_INSTRUCTION)
     lists = {"inputs": ["2\n"], "outputs": ["4\n"]}
     for tests in (lists, [{"input": "2\n", "output": "4\n"}]):  # objects, as parquet has them
         chat = {**row, "reward_model": {"ground_truth": tests}}
         for asked in ({"problem": "Double it.", "tests": tests}, chat):
-            assert problem_of(asked, "x", 0).is_code
+            assert problem_of(asked, "x", 0).ability == "code"
             assert json.loads(problem_of(asked, "x", 0).ground_truth) == tests
     fenced = skywork("Double it. Answer in\n```python\n# here\n```", TESTS)
     for asked, instruct in ((row, False), (fenced, True)):

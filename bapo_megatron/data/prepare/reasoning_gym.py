@@ -1,26 +1,26 @@
 """reasoning-gym dataset source: problems generated from its tasks, without a network.
 
-``tasks_of`` returns the ``GeneratedSource`` for a text ``reasoning-gym:TASK,TASK``. A child process generates
-the problems, ``python -m bapo_megatron.data.prepare.reasoning_gym LIFELINE``, because some tasks iterate over
-sets of strings, whose order only a new interpreter with a fixed hash seed makes reproducible. LIFELINE is the
-file descriptor of a pipe that closes when the parent ends. Requests and replies are lines of JSON: first
-whether the tasks are usable, then each task's problems. Equal requests get equal replies.
+``generated_rows`` returns the rows of a text ``reasoning-gym:TASK,TASK``. A child process generates them,
+``python -m bapo_megatron.data.prepare.reasoning_gym``, because some tasks iterate over sets of strings, whose
+order only a new interpreter with a fixed hash seed makes reproducible. It reads a list of (task, count, seed,
+settings) as JSON, and prints one row per line. Equal lists give equal rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 from bapo_megatron.data.prepare.normal_form import key
-from bapo_megatron.data.rows import Row, digest_of_rows
+from bapo_megatron.data.rows import Row
 from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.reward.reasoning_gym import (
     NO_ANSWER,
@@ -30,142 +30,80 @@ from bapo_megatron.reward.reasoning_gym import (
     score,
     tasks,
 )
-from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, with_import_path
-from bapo_megatron.runtime.processes import die_with_parent
+from bapo_megatron.runtime.child_process import with_import_path
 
 PREFIX = "reasoning-gym:"
 """Prefix of a task source: ``reasoning-gym:chain_sum,products``."""
 
-_LIMIT_S = 24 * 3600.0
 _COMMAND = (sys.executable, "-m", "bapo_megatron.data.prepare.reasoning_gym")
 
 _DRAW = 1000
 """Problems drawn from a task with one seed; if none is new, the task has no more."""
 
 
-@dataclass(frozen=True)
-class GeneratedSource:
-    """Dataset source of generated problems: several tasks in equal shares, no question twice within a task.
-    The first call of ``rows`` or ``digest`` generates all in a child process, blocking, and caches them;
-    raises ConfigError if that fails."""
-
-    tasks: tuple[str, ...]
-    size: int
-    seed: int
-    settings: Mapping[str, Any]
-    """Settings by task name, or of all tasks."""
-
-    @property
-    def name(self) -> str:
-        return f"{PREFIX}{','.join(self.tasks)}, {self.size} problems, seed {self.seed}"
-
-    def rows(self) -> Iterator[Row]:
-        """Yield problems, one of each task in turn. Raises ConfigError if a task is unusable or runs out."""
-        yield from self._rows
-
-    def digest(self) -> str:
-        return digest_of_rows(self._rows)
-
-    @cached_property
-    def _rows(self) -> list[Row]:
-        share, rest = divmod(self.size, len(self.tasks))
-        shares = [share + (number < rest) for number in range(len(self.tasks))]
-        made = self._made(shares)
-        turns = range(max(shares))
-        return [rows[turn] for turn in turns for rows in made if turn < len(rows)]
-
-    def _made(self, shares: list[int]) -> list[list[Row]]:
-        child = AnsweringChild(_COMMAND, with_import_path({**os.environ, "PYTHONHASHSEED": "0"}))
-        try:
-            wanted = [
-                {"task": task, "count": share, "seed": self.seed, "settings": self._settings_of(task)}
-                for task, share in zip(self.tasks, shares, strict=True)
-            ]
-            problem = child.ask({"check": wanted}, _LIMIT_S)
-            answers = [] if problem else [child.ask({"make": entry}, _LIMIT_S) for entry in wanted]
-        except ChildError as error:
-            raise ConfigError(f"{self.name}: the process that makes the problems failed: {error}") from error
-        finally:
-            child.close()
-        problem = problem or next((answer["problem"] for answer in answers if "problem" in answer), None)
-        if problem:
-            raise ConfigError(f"{PREFIX}{','.join(self.tasks)}: {problem}")
-        return [answer["rows"] for answer in answers]
-
-    def _settings_of(self, task: str) -> Mapping[str, Any]:
-        by_task = bool(self.settings) and all(name in self.tasks for name in self.settings)
-        settings: Mapping[str, Any] = self.settings.get(task, {}) if by_task else self.settings
-        return settings
-
-
-def tasks_of(text: str, size: int | None, seed: int, settings: Mapping[str, Any]) -> GeneratedSource:
-    """Return the source for ``reasoning-gym:TASK,TASK``; generates nothing yet. Raises ConfigError if
-    ``size`` is missing or below the number of tasks."""
-    names = tuple(name.strip() for name in text.removeprefix(PREFIX).split(",") if name.strip())
+def generated_rows(text: str, size: int | None, seed: int, settings: Mapping[str, Any]) -> list[Row]:
+    """Return ``size`` problems for ``reasoning-gym:TASK,TASK``, one of each task in turn, no question twice
+    within a task. ``settings``: by task name, or of all tasks. Raises ConfigError if ``size`` is missing or
+    below the number of tasks, or if a task is unusable or runs out."""
+    names = [name.strip() for name in text.removeprefix(PREFIX).split(",") if name.strip()]
     if size is None:
         raise ConfigError(f"source {text}: how many problems? Give --size, which the tasks share equally")
     if size < len(names):
         raise ConfigError(
             f"source {text}: --size {size} is less than one problem for each of {len(names)} tasks"
         )
-    return GeneratedSource(names, size, seed, settings)
+    by_task = bool(settings) and all(name in names for name in settings)
+    share, rest = divmod(size, len(names))
+    wanted = [
+        (task, share + (number < rest), seed, settings.get(task, {}) if by_task else dict(settings))
+        for number, task in enumerate(names)
+    ]
+    environment = with_import_path({**os.environ, "PYTHONHASHSEED": "0"})
+    done = subprocess.run(
+        _COMMAND, input=json.dumps(wanted), capture_output=True, text=True, env=environment, check=False
+    )
+    if done.returncode:
+        problem = printable(done.stderr.strip().rpartition("\n")[2])
+        raise ConfigError(f"source {text}: {problem or f'its process ended with {done.returncode}'}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 # --- the child process ---------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
-    die_with_parent(int(sys.argv[1]))
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # some generators print
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    for line in sys.stdin:
-        question = json.loads(line)
-        answer: object = _problem(question["check"]) if "check" in question else _made(**question["make"])
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
-def _problem(wanted: list[dict[str, Any]]) -> str | None:
-    for entry in wanted:
-        try:
-            check_task(entry["task"], generates=True)
-            _check_settings(entry["task"], entry["settings"])
-        except ConfigError as error:
-            return str(error)
-    return None
-
-
-def _check_settings(task: str, settings: dict[str, Any]) -> None:
-    problems, options = tasks()[task]
+    """Print the rows that standard input asks for, one of each task in turn."""
+    wanted = json.load(sys.stdin)
     try:
-        problems(config=options(seed=0, **settings))
-    except Exception as error:  # an unknown one, or what a task asserts
-        told = printable(str(error).partition("\n")[0]) or type(error).__name__
-        raise ConfigError(f"--task-settings: {task} refuses {json.dumps(settings)}: {told}") from error
+        with contextlib.redirect_stdout(sys.stderr):  # some generators print
+            for task, *_ in wanted:
+                check_task(task, generates=True)
+            made = [_made(*entry) for entry in wanted]
+    except ConfigError as error:
+        sys.exit(str(error))
+    for turn in zip_longest(*made):
+        for row in filter(None, turn):
+            print(json.dumps(row))
 
 
-def _made(task: str, count: int, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return ``count`` rows with distinct questions, or the problem that there are fewer."""
-    rows: list[Row] = []
-    seen: set[bytes] = set()
+def _made(task: str, count: int, seed: int, settings: dict[str, Any]) -> list[Row]:
+    """Return ``count`` rows with distinct questions. Raises ConfigError if there are fewer."""
+    rows: dict[bytes, Row] = {}
     vain = 0
     for entry in _entries(task, seed, settings):
         question = key(entry["question"])
         vain += 1
-        if question not in seen and (row := _row(task, settings, entry)):
+        if question not in rows and (row := _row(task, settings, entry)):
             vain = 0
-            seen.add(question)
-            rows.append(row)
+            rows[question] = row
         if len(rows) == count:
-            return {"rows": rows}
+            break
         if vain == _DRAW:
-            return {
-                "problem": f"{task} has no more than {len(rows)} different questions with these settings, "
-                f"and {count} are asked for: lower --size, or widen its --task-settings"
-            }
-    raise AssertionError("entries have no end")
+            raise ConfigError(
+                f"{task} has no more than {len(rows)} different questions with these settings, and {count} "
+                "are asked for: lower --size, or widen its --task-settings"
+            )
+    return [*rows.values()]
 
 
 def _entries(task: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,9 +1,8 @@
 """Dataset sources: a JSONL, JSON or parquet file, a dataset of the hub, CHAMP, or generated problems.
 
-``open_source(text)`` returns one. A source has ``name``, ``digest()``, and ``rows()``, which yields
-unconverted rows and may be called repeatedly. CHAMP's 270 contest problems come from the package
-champ-dataset; only those with a numeric answer are read, since other answers are words or plain-text
-formulas.
+``open_source(text)`` returns a ``Source``: its name, its unconverted rows and their digest. CHAMP's 270
+contest problems come from the package champ-dataset; only those with a numeric answer are read, since other
+answers are words or plain-text formulas.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bapo_megatron.data.prepare.reasoning_gym import PREFIX, GeneratedSource, tasks_of
+from bapo_megatron.data.prepare.reasoning_gym import PREFIX, generated_rows
 from bapo_megatron.data.rows import (
     FORMATS,
     PARQUET_ROWS,
@@ -41,75 +40,53 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 
 
 @dataclass(frozen=True)
-class FileSource:
-    """Dataset source in a JSONL, JSON or parquet file; each call of ``rows`` reads it anew."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    def rows(self) -> Iterator[Row]:
-        """Yield all rows in file order. Raises ConfigError with the row's number."""
-        yield from iterate_rows(self.path)
-
-    def digest(self) -> str:
-        return sha256_of(self.path)
-
-
-@dataclass(frozen=True)
-class HubSource:
-    """Dataset source on the Hugging Face hub: a dataset split, downloaded when ``open_source`` opens it."""
+class Source:
+    """Dataset source: ``rows`` yields its rows, unconverted, and ``digest`` returns their SHA-256 or the
+    file's. Both raise ConfigError for an unreadable file."""
 
     name: str
-    dataset: Any
+    rows: Callable[[], Iterable[Row]]
+    digest: Callable[[], str]
 
-    def rows(self) -> Iterator[Row]:
-        for table in self.dataset.with_format("arrow").iter(PARQUET_ROWS):
+
+def _file(name: str, path: Path, read: Callable[[Path], Iterable[Row]]) -> Source:
+    return Source(name, partial(read, path), partial(sha256_of, path))
+
+
+def hub_source(name: str, dataset: Any) -> Source:
+    """Return the source of a dataset that was loaded from the hub."""
+
+    def rows() -> Iterator[Row]:
+        for table in dataset.with_format("arrow").iter(PARQUET_ROWS):
             yield from rows_of(table)
 
-    def digest(self) -> str:
-        return digest_of_rows(self.rows())
+    return Source(name, rows, lambda: digest_of_rows(rows()))
 
 
-class ChampSource:
-    """Dataset source of the installed package champ-dataset: contest problems with a numeric answer."""
+def champ_file() -> Path:
+    """Return the file of CHAMP's problems. Raises ConfigError if the package is not installed."""
+    spec = importlib.util.find_spec(_CHAMP_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"source {CHAMP}: run pip install --no-deps champ-dataset==1.0.0, which holds it")
+    return Path(spec.origin).parent / _CHAMP_FILE
 
-    name = CHAMP
 
-    def rows(self) -> Iterator[Row]:
-        """Yield the problems in their order. Raises ConfigError if the package is not installed."""
-        for problem in json.loads(self._path.read_text(encoding="utf-8"))["problems"].values():
-            if answer := _champ_number(problem["_raw_answer"]):
-                yield {
-                    "problem": problem["_text"],
-                    "answer": answer,
-                    "identifier": problem["identifier"],
-                    "category": problem["category"],
-                    "data_source": CHAMP,
-                }
-
-    def digest(self) -> str:
-        return sha256_of(self._path)
-
-    @cached_property
-    def _path(self) -> Path:
-        spec = importlib.util.find_spec(_CHAMP_PACKAGE)
-        if spec is None or spec.origin is None:
-            raise ConfigError(
-                f"source {CHAMP}: run pip install --no-deps champ-dataset==1.0.0, which holds it"
-            )
-        return Path(spec.origin).parent / _CHAMP_FILE
+def _champ_rows(path: Path) -> Iterator[Row]:
+    for problem in json.loads(path.read_text(encoding="utf-8"))["problems"].values():
+        if answer := _champ_number(problem["_raw_answer"]):
+            yield {
+                "problem": problem["_text"],
+                "answer": answer,
+                "identifier": problem["identifier"],
+                "category": problem["category"],
+                "data_source": CHAMP,
+            }
 
 
 def _champ_number(answer: str | None) -> str | None:
     """Return the first numeric form of an answer, or None."""
     forms = _ALTERNATIVE.split((answer or "").replace("@@", ""))
     return next((form.strip() for form in forms if _NUMBER.fullmatch(form.strip())), None)
-
-
-Source = FileSource | HubSource | GeneratedSource | ChampSource
 
 
 def open_source(
@@ -126,17 +103,19 @@ def open_source(
     Raises ConfigError if it is none of these or cannot be loaded.
     """
     if text.startswith(PREFIX):
-        return tasks_of(text, size, seed, settings)
+        generated = generated_rows(text, size, seed, settings)
+        name = f"{text}, {size} problems, seed {seed}"
+        return Source(name, lambda: generated, partial(digest_of_rows, generated))
     path = Path(text)
     if text == CHAMP and not path.exists():
-        return ChampSource()
+        return _file(CHAMP, champ_file(), _champ_rows)
     if path.is_file():
         ending_of(path)
-        return FileSource(path)
+        return _file(path.name, path, iterate_rows)
     hub_id = _HUB_ID.fullmatch(text)
     if path.exists() or path.suffix in FORMATS or hub_id is None:
         raise ConfigError(f"source {text}: no such file, and no OWNER/NAME of the hub; give one of them")
-    return HubSource(f"{text}, split {split}", _from_hub(hub_id[1], hub_id[2], split, revision))
+    return hub_source(f"{text}, split {split}", _from_hub(hub_id[1], hub_id[2], split, revision))
 
 
 def _from_hub(name: str, config: str | None, split: str, revision: str | None) -> Any:

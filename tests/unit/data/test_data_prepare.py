@@ -126,7 +126,7 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name(tmp_path: Path, monkeypatch: 
     card = prepare(options)
     assert asked == [("someone/a-set", "part", "math", "abc")]
     assert card.sources[0]["name"] == "someone/a-set:part, split math"
-    assert card.sources[0]["sha256"] == sources.HubSource("", dataset).digest()
+    assert card.sources[0]["sha256"] == sources.hub_source("", dataset).digest()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_megatron.data.prepare.sources import HubSource, open_source
+from bapo_megatron.data.prepare.sources import hub_source, open_source
 from bapo_megatron.data.prompts import PromptOrder, load_prompts
 from bapo_megatron.data.rows import read_rows
 from bapo_megatron.errors import ConfigError
@@ -305,7 +305,7 @@ def test_objects_in_columns_have_the_keys_of_their_own_row(tmp_path: Path) -> No
     lines.write_text("".join(json.dumps(row) + "\n" for row in OBJECTS))
     assert table.to_pylist()[0]["meta"] == {"y": "t", "x": None}
     assert read_rows(parquet) == prepare_reads(parquet) == read_rows(lines) == OBJECTS
-    assert list(HubSource("", datasets.Dataset(table)).rows()) == OBJECTS
+    assert list(hub_source("", datasets.Dataset(table)).rows()) == OBJECTS
 
 
 @pytest.mark.parametrize("many", [pyarrow.list_, pyarrow.large_list, lambda of: pyarrow.list_(of, 1)])

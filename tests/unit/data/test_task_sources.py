@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,16 @@ from typing import Any
 import pytest
 
 from bapo_megatron.cli import run
-from bapo_megatron.data.prepare import reasoning_gym, sources
+from bapo_megatron.data.prepare import reasoning_gym
 from bapo_megatron.data.prepare.command import prepare
 from bapo_megatron.data.prepare.options import DATA_FILE, PrepareOptions
+from bapo_megatron.data.prepare.reasoning_gym import generated_rows
 from bapo_megatron.data.prepare.sources import open_source
 from bapo_megatron.data.problem_sets import load_suite
 from bapo_megatron.data.rows import read_rows
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.reward.reasoning_gym import score, tasks
+from bapo_megatron.reward.reasoning_gym import check_task, score, tasks
 
 MODEL = Path(__file__).parents[3] / "recipes/demo/policy"
 THREE_TERMS = '{"min_terms": 3, "max_terms": 3}'
@@ -63,37 +63,35 @@ def test_problems_of_tasks_in_equal_shares(tmp_path: Path) -> None:
 def test_a_task_that_does_not_exist_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--size", "3", "--output", str(tmp_path / "out")]
     assert run(["data", "prepare", "reasoning-gym:chain_sums", *flags]) == 2
-    told = "error: reasoning-gym:chain_sums: reasoning-gym has no task 'chain_sums'; did you mean chain_sum"
+    told = (
+        "error: source reasoning-gym:chain_sums: reasoning-gym has no task 'chain_sums'; did you mean chain_"
+    )
     assert capsys.readouterr().err.startswith(told)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"digits": 1}, 'chain_sum refuses {"digits": 1}: .*digits'),
-        ({"min_terms": 0}, 'chain_sum refuses {"min_terms": 0}: min_terms must be positive'),
-        ({"min_terms": 3}, "None"),
-    ],
-)
-def test_settings_that_a_task_refuses(settings: Any, message: str) -> None:
-    assert re.search(message, str(reasoning_gym._problem([{"task": "chain_sum", "settings": settings}])))
+@pytest.mark.integration
+def test_settings_that_a_task_refuses() -> None:
+    """In the library's words: one that it has not, and one that it asserts."""
+    for settings, message in (({"digits": 1}, "'digits'"), ({"min_terms": 0}, "min_terms must be positive")):
+        with pytest.raises(ConfigError, match=f"source reasoning-gym:chain_sum: .*{message}"):
+            generated_rows("reasoning-gym:chain_sum", 1, 0, settings)
 
 
 def test_a_task_with_too_few_questions_says_how_many() -> None:
     one_digit = {"min_digits": 1, "max_digits": 1}
-    assert len(reasoning_gym._made("products", 100, 0, one_digit)["rows"]) == 100
-    told = reasoning_gym._made("products", 101, 0, one_digit)["problem"]
-    assert told.startswith("products has no more than 100 different questions with these settings, and 101")
+    assert len(reasoning_gym._made("products", 100, 0, one_digit)) == 100
+    with pytest.raises(ConfigError, match="products has no more than 100 different questions .* and 101"):
+        reasoning_gym._made("products", 101, 0, one_digit)
 
 
 def test_packages_that_are_absent_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks()
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    told = reasoning_gym._problem([{"task": "zebra_puzzles", "settings": {}}])
-    assert str(told).startswith("the task zebra_puzzles needs pycosat, which is compiled")
+    with pytest.raises(ConfigError, match="the task zebra_puzzles needs pycosat, which is compiled"):
+        check_task("zebra_puzzles", generates=True)
     with pytest.raises(ConfigError, match=r"source champ: run pip install --no-deps champ-dataset==1\.0\.0"):
-        list(sources.ChampSource().rows())
+        open_source("champ", "train", None)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +111,18 @@ def test_options_that_do_not_go_together(
         prepare(PrepareOptions(tuple(sources.split()), tmp_path / "out", **options))
 
 
-def test_settings_of_one_task_or_of_all() -> None:
-    def found(settings: dict[str, Any]) -> list[Any]:
-        source = open_source("reasoning-gym:chain_sum,gcd", "train", None, 2, 0, settings)
-        return [source._settings_of(task) for task in ("chain_sum", "gcd")]  # type: ignore[union-attr]
-
-    assert found({}) == [{}, {}]
-    assert found({"a": 1}) == [{"a": 1}, {"a": 1}]
-    assert found({"gcd": {"a": 1}}) == [{}, {"a": 1}]
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("settings", "of_tasks"),
+    [
+        ({"max_digits": 2}, [{"max_digits": 2}, {"max_digits": 2}]),
+        ({"products": {"max_terms": 2}}, [{}, {"max_terms": 2}]),
+    ],
+)
+def test_settings_of_one_task_or_of_all(settings: dict[str, Any], of_tasks: list[Any]) -> None:
+    rows = generated_rows("reasoning-gym:chain_sum, products", 3, 0, settings)
+    assert [row["data_source"].rpartition("/")[2] for row in rows] == ["chain_sum", "products", "chain_sum"]
+    assert [json.loads(row["extra_info"]["settings"]) for row in rows[:2]] == of_tasks
 
 
 @pytest.mark.integration

@@ -2,7 +2,7 @@
 
 ``await opened(key, questions)`` registers an episode's API key, starts the server on the first call, and
 returns its base URL; ``closed(key)`` ends the episode. Requests with the key go to its ``EpisodeQuestions``.
-A turn is sampled to its end even if the client disappears, and a retry gets it. Needs aiohttp.
+A turn is sampled to its end even if the client disappears, and a marked retry gets it. Needs aiohttp.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,28 +52,17 @@ def closed(key: str) -> None:
         questions.close()
 
 
-@dataclass
-class _Question:
-    """A request of an episode: task of the answer, and number of waiting clients."""
-
-    answer: asyncio.Task[Answered]
-    clients: int = 0
-    is_delivered: bool = False
-    left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a client got the answer or disappeared."""
-
-
 class EpisodeQuestions:
-    """The requests of one episode. The policy answers each once, even if the client repeats it: as a retry
-    (``Idempotency-Key``, or ``x-stainless-retry-count`` of OpenAI's and Anthropic's clients), or as an equal
-    request before an answer was written. ``question`` yields a request's ``_Question`` with its answer."""
+    """The requests of one episode. Each asks the policy anew, but a marked retry (``Idempotency-Key``, or
+    ``x-stainless-retry-count`` of OpenAI's and Anthropic's clients) gets the answer of the newest equal
+    request: ``answer``."""
 
     def __init__(self, ask: Callable[[ChatRequest], Awaitable[SampledTurn]]) -> None:
         """``ask`` returns the policy's turn for a request, or raises ``Refused``."""
         self._ask = ask
-        self._questions: dict[str, _Question] = {}
-        """By idempotency key and request digest."""
-        self._repeats: dict[str, int] = {}
+        self._answers: list[tuple[str, asyncio.Task[Answered]]] = []
+        """In the order of asking, each after its idempotency key and request digest."""
+        self._asked: Counter[str] = Counter()
         self.problem = ""
         """Why the last request got no answer; empty if it got one."""
 
@@ -82,59 +70,30 @@ class EpisodeQuestions:
         """Record a refusal as the ``problem`` of the last request."""
         self.problem = f"Its request was refused: {refused}"
 
-    @asynccontextmanager
-    async def question(
-        self, request: ChatRequest, digest: str, key: str, is_retry: bool
-    ) -> AsyncIterator[_Question]:
-        """Yield the question of a request: a new one, or the one that the request repeats. An unmarked
-        request that equals one with a waiting client may be a retry, or ask for a second answer: it waits
-        until that client has its answer or disappears."""
-        while not self._is_new(name := key + digest, is_retry or bool(key)):
-            question = self._questions[name]
-            if is_retry or key or not question.clients:
-                break
-            question.left.clear()
-            await question.left.wait()
-        else:
-            question = self._questions[name] = self._asked(request, digest)
-        question.clients += 1
-        try:
-            yield question
-            question.is_delivered, self.problem = True, ""
-        except Refused as refused:
-            self._questions.pop(name, None)
-            self.note_refused(refused)
-            raise
-        except (asyncio.CancelledError, ConnectionError):
-            self.problem = "Its client gave up a request that the model had not answered: raise its timeout"
-            raise
-        finally:
-            question.clients -= 1
-            question.left.set()
+    def answer(self, request: ChatRequest, digest: str, key: str, is_retry: bool) -> asyncio.Task[Answered]:
+        """Return the answer of a request, by its digest and its idempotency key, which may be empty."""
+        name = key + digest
+        known = [answer for other, answer in self._answers if other == name]
+        if known and (is_retry or key):
+            return known[-1]
+        for old in [one for one in self._answers if one[1].done()][:-KEPT_ANSWERS]:
+            self._answers.remove(old)
+        answer = asyncio.create_task(self._answer(request, digest))
+        self._answers.append((name, answer))
+        return answer
 
     def close(self) -> None:
-        for question in self._questions.values():
-            question.answer.cancel()
+        for _, answer in self._answers:
+            answer.cancel()
 
-    def _is_new(self, name: str, is_marked: bool) -> bool:
-        known = self._questions.get(name)
-        return known is None or (known.is_delivered and not known.clients and not is_marked)
-
-    def _asked(self, request: ChatRequest, digest: str) -> _Question:
-        delivered = [
-            name
-            for name, question in self._questions.items()
-            if question.is_delivered and not question.clients
-        ]
-        for old in delivered[:-KEPT_ANSWERS]:
-            del self._questions[old]
-        repeat = self._repeats[digest] = self._repeats.get(digest, -1) + 1
-        name = f"{digest[:16]}{repeat or ''}"
-
-        async def answer() -> Answered:
-            return answered(name, await self._ask(request), request)
-
-        return _Question(asyncio.create_task(answer()))
+    async def _answer(self, request: ChatRequest, digest: str) -> Answered:
+        repeat = self._asked[digest]
+        self._asked[digest] += 1
+        try:
+            return answered(f"{digest[:16]}{repeat or ''}", await self._ask(request), request)
+        except Refused:
+            self._answers = [one for one in self._answers if one[1] is not asyncio.current_task()]
+            raise
 
 
 async def _serve() -> str:
@@ -161,10 +120,15 @@ async def _handle(protocol: Protocol, request: web.Request) -> web.StreamRespons
         digest = hashlib.sha256(json.dumps([protocol.path, asked], sort_keys=True).encode()).hexdigest()
         key = request.headers.get("Idempotency-Key", "")
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        async with questions.question(read, digest, key, is_retry) as question:
-            return await _deliver(request, protocol, body, question.answer)
+        response = await _deliver(request, protocol, body, questions.answer(read, digest, key, is_retry))
     except Refused as refused:
         return _refused(protocol, refused, questions)
+    except (asyncio.CancelledError, ConnectionError):
+        if questions is not None:
+            questions.problem = "Its client gave up a request that was not answered: raise its timeout"
+        raise
+    questions.problem = ""
+    return response
 
 
 def _questions_of(request: web.Request) -> EpisodeQuestions:

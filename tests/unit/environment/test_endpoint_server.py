@@ -174,9 +174,8 @@ def test_answers_are_kept_for_retries_but_not_for_ever(monkeypatch: pytest.Monke
     async def main() -> list[str]:
         questions, found = server.EpisodeQuestions(ask), []
         for said, is_retry in (*((one, False) for one in "abcdef"), ("e", True), ("f", True)):
-            async with questions.question(chat.ChatRequest([said]), said, "", is_retry) as question:
-                found.append((await question.answer).text)
-        assert len(questions._questions) <= 3
+            found.append((await questions.answer(chat.ChatRequest([said]), said, "", is_retry)).text)
+        assert len(questions._answers) <= 3
         return found
 
     assert asyncio.run(main()) == ["1", "2", "3", "4", "5", "6", "5", "6"]
@@ -201,16 +200,22 @@ class Patient(EndpointEnvironment):
             await self.second()
         return None
 
-    async def post(self, *messages: dict[str, Any]) -> None:
+    async def post(self, *messages: dict[str, Any], **headers: str) -> None:
         """Send a request; note its status and its text."""
-        async with self.session.post("chat/completions", json={"messages": messages}) as answer:
+        body = {"messages": messages}
+        async with self.session.post("chat/completions", json=body, headers=headers) as answer:
             self.found.append((answer.status, await answer.text()))
 
-    async def until_asked(self, questions: int, clients: int) -> None:
-        """Wait for so many questions so far, and clients that wait for an answer."""
-        asked = self._questions._questions
-        while len(asked) != questions or sum(one.clients for one in asked.values()) != clients:
+    async def until_asked(self, questions: int) -> None:
+        """Wait for so many questions so far."""
+        while self._questions._asked.total() != questions:
             await asyncio.sleep(0)
+
+    async def until_left(self) -> None:
+        """Wait until a client has gone before its answer."""
+        while not self._questions.problem.startswith("Its client gave up a request"):
+            await asyncio.sleep(0)
+        self._questions.problem = ""
 
     async def second(self) -> None:
         """Ask the second question."""
@@ -228,24 +233,31 @@ async def played(kind: type[Patient], goes_on: bool = True) -> list[Any]:
     return agent.found
 
 
-async def test_a_question_whose_client_has_gone_may_be_asked_again() -> None:
+MARK = {"x-stainless-retry-count": "1"}
+
+
+@pytest.mark.parametrize("headers", [MARK, {"Idempotency-Key": "the second"}])
+async def test_a_question_whose_client_has_gone_may_be_asked_again(headers: dict[str, str]) -> None:
     """Clients have limits of time, and ask again; the model's turn may take longer. (With a mark of a retry,
     also after the answer: tests/support/unruly_agent.py.)"""
 
     class Impatient(Patient):
         async def second(self) -> None:
-            gone = asyncio.ensure_future(super().second())
-            await self.until_asked(2, clients=1)
+            first = {} if headers is MARK else headers
+            gone = asyncio.ensure_future(self.post(*HIGHER, **first))
+            await self.until_asked(2)
             gone.cancel()
-            await self.until_asked(2, clients=0)
-            again = asyncio.ensure_future(super().second())
-            await self.until_asked(2, clients=1)
+            await self.until_left()
+            again = asyncio.ensure_future(self.post(*HIGHER, **headers))
+            await asyncio.sleep(0.05)
             self.go_on.set()
             await again
+            await self.post(*HIGHER, **headers)
+            await self.until_asked(2)
 
     found = await played(Impatient, goes_on=False)
     said = [json.loads(text)["choices"][0]["message"]["content"] for _, text in found]
-    assert said == ["3", "6"]
+    assert said == ["3", "6", "6"]
 
 
 async def test_questions_at_a_time_are_branches() -> None:
@@ -253,12 +265,12 @@ async def test_questions_at_a_time_are_branches() -> None:
 
     class Twice(Patient):
         async def second(self) -> None:
-            asked = [asyncio.ensure_future(super(Twice, self).second()) for _ in range(2)]
-            await self.until_asked(2, clients=1)
-            other = asyncio.ensure_future(self.post(*LOWER))
-            await self.until_asked(3, clients=2)
+            asked = []
+            for number, messages in enumerate((HIGHER, HIGHER, LOWER), 2):
+                asked.append(asyncio.ensure_future(self.post(*messages)))
+                await self.until_asked(number)
             self.go_on.set()
-            await asyncio.gather(*asked, other)
+            await asyncio.gather(*asked)
 
     agent = Twice(TASK, {})
     replies = [await agent.step("3")]
@@ -266,8 +278,10 @@ async def test_questions_at_a_time_are_branches() -> None:
     replies += [await agent.step(turn) for turn in ("6", "7", "8")]
     assert replies[0] == Reply("higher")
     said = [reply.context.messages[-1]["content"] for reply in replies[1:3] if reply.context]
-    assert (said, replies[3]) == (["lower", "higher"], Reply(None))
+    assert (said, replies[3]) == (["higher", "lower"], Reply(None))
     assert [status for status, _ in agent.found] == [200] * 4
+    texts = [json.loads(text)["choices"][0]["message"]["content"] for _, text in agent.found]
+    assert sorted(texts) == ["3", "6", "7", "8"]
 
 
 COMMENT, PING = b": the model answers\n\n", b'event: ping\ndata: {"type": "ping"}\n\n'
@@ -293,13 +307,14 @@ async def test_pings_keep_a_connection_alive(
         async def second(self) -> None:
             async with self.session.post(path, json=asked) as answer:
                 self.found.append(await answer.content.readexactly(len(2 * ping)))
-            await self.until_asked(2, clients=0)
-            async with self.session.post(path, json={**asked, "stream": not asked.get("stream")}) as answer:
+            await self.until_left()
+            other = {**asked, "stream": not asked.get("stream")}
+            async with self.session.post(path, json=other, headers=MARK) as answer:
                 await answer.content.readexactly(1)
                 self.go_on.set()
-            await self.until_asked(2, clients=0)
-            async with self.session.post(path, json=asked) as answer:
+            async with self.session.post(path, json=asked, headers=MARK) as answer:
                 self.found.append((await answer.read()).lstrip())
+            await self.until_asked(2)
 
     (_, pings, text) = await played(Slow, goes_on=False)
     assert pings == 2 * ping
@@ -321,7 +336,7 @@ async def test_a_refusal_after_pings(is_stream: bool, monkeypatch: pytest.Monkey
 
         async def second(self) -> None:
             first = asyncio.ensure_future(super().second())
-            await self.until_asked(2, clients=1)
+            await self.until_asked(2)
             body = {"messages": LOWER, "stream": is_stream}
             async with self.session.post("chat/completions", json=body) as answer:
                 await answer.content.readexactly(1)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -281,22 +280,9 @@ def stop_ids(traits: Traits, tokenizer: Any) -> tuple[int, ...]:
     return tuple(stops)
 
 
-_PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
-_PYTHON_SWITCHES = frozenset({"-B", "-E", "-I", "-O", "-s", "-S", "-u"})
-"""Switches of Python without a value, which may stand before the script."""
-
-
 def command_problem(config: EnvironmentConfig, traits: Traits) -> str | None:
     """Return why this machine cannot start the command of an agent program, or None."""
-    if not traits.runs_program:
+    if not traits.runs_program or shutil.which(program := config.settings["command"][0]) is not None:
         return None
-    program, *arguments = command = config.settings["command"]
-    script = next((word for word in arguments if word not in _PYTHON_SWITCHES), "-")
-    is_script = _PYTHON.fullmatch(Path(program).name) and not script.startswith("-")
-    if shutil.which(program) is None:
-        missing = f"{program} is not a program here: give one of PATH, or the path of an executable file"
-    elif is_script and not Path(script).exists():
-        missing = f"{script} is not there: relative paths begin in {Path.cwd()}"
-    else:
-        return None
-    return f"environment.settings.command={command}: {missing}"
+    missing = f"{program} is not a program here: give one of PATH, or the path of an executable file"
+    return f"environment.settings.command={config.settings['command']}: {missing}"

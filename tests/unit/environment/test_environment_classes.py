@@ -77,26 +77,13 @@ def test_settings_of_a_shipped_environment(kind: str, settings: dict[str, Any], 
         pools._check_settings(EnvironmentConfig("x:Y", settings), f"{own_settings.__name__}:{kind}Settings")
 
 
-@pytest.mark.parametrize(
-    ("command", "problem"),
-    [
-        (["agnet", "x"], r"=\['agnet', 'x'\]: agnet is not a program here: give one of PATH"),
-        ([sys.executable, "agnet.py"], r"=.*: agnet\.py is not there: relative paths begin in /"),
-        ([sys.executable, "-u", "agnet.py"], r"=.*: agnet\.py is not there"),
-    ],
-)
-def test_the_program_of_an_agent_is_there_before_a_run(command: list[str], problem: str) -> None:
-    asked = EnvironmentConfig(AGENT, {"command": command})
-    with pytest.raises(ConfigError, match=rf"^environment\.settings\.command{problem}"):
+def test_the_program_of_an_agent_is_there_before_a_run() -> None:
+    asked = EnvironmentConfig(AGENT, {"command": ["agnet", "x"]})
+    told = r"^environment\.settings\.command=\['agnet', 'x'\]: agnet is not a program here: give one of PATH"
+    with pytest.raises(ConfigError, match=told):
         check_environment(asked, Path("recipes/demo/policy"), demo_tokenizer())
-
-
-@pytest.mark.parametrize(
-    "command", [[sys.executable, __file__], [sys.executable, "-m", "x"], [sys.executable], ["cat", "x.py"]]
-)
-def test_what_an_agents_program_opens_is_its_own_business(command: list[str]) -> None:
-    asked = EnvironmentConfig(AGENT, {"command": command})
-    assert command_problem(asked, read_traits(asked)) is None
+    there = EnvironmentConfig(AGENT, {"command": [sys.executable, "agnet.py"]})  # it tells of its file itself
+    assert command_problem(there, read_traits(there)) is None
 
 
 def test_settings_are_refused_before_a_run(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ do not depend on order: every rank computes the same plan without communication.
 1. Best fit gives the number of packs, rounded up to the layout's multiple. Documents go longest first to the
    cheapest pack with room (longest processing time first); if one finds no room, best fit's packs are used.
 2. Packs are dealt to the ranks, equally many each.
-3. Exchanges of documents and packs balance the ranks, then the packs within each rank: the heaviest group
-   exchanges with a lighter one. If an exchange moves the weight s from a group of weight H to one of weight
-   L < H, they then differ by |(H - L) - 2 s|; the feasible exchange with the smallest difference is made.
+3. Exchanges of documents balance the ranks, then the packs within each rank: the heaviest group exchanges
+   with a lighter one. If an exchange moves the weight s from a group of weight H to one of weight L < H, they
+   then differ by |(H - L) - 2 s|; the feasible exchange with the smallest difference is made.
 
 Packs of one length (``fixed_length``) have the same linear cost, full or not. There step 1 counts tokens,
 which keeps the common length short, and the other steps count only attention.
@@ -53,19 +53,6 @@ class Documents:
         return int(self.weights[pack].sum())
 
 
-class _Exchange(NamedTuple):
-    """A possible exchange between two groups: of two documents (or one and ``_NOTHING``), or of two packs."""
-
-    difference: int
-    """Weight difference of the groups afterwards."""
-    shift: int
-    """Weight that leaves the heavier group."""
-    packs: tuple[int, int]
-    """Indices of the packs within their groups."""
-    documents: tuple[int, int] | None
-    """Documents to exchange; None exchanges whole packs."""
-
-
 def balance(groups: list[list[Pack]], documents: Documents, slack: float, work: int = MAX_WORK) -> None:
     """Balance ``groups`` in place until none exceeds the mean by ``slack``, nothing helps, or ``work`` is
     done."""
@@ -79,11 +66,10 @@ def balance(groups: list[list[Pack]], documents: Documents, slack: float, work: 
             work -= _CALL + _size(groups[heaviest]) * _size(groups[other])
             if work < 0:
                 return
-            exchange = _best(groups[heaviest], groups[other], totals[heaviest] - totals[other], documents)
-            if exchange is not None:
-                _apply(groups[heaviest], groups[other], exchange)
-                totals[heaviest] -= exchange.shift
-                totals[other] += exchange.shift
+            moved = _exchange(groups[heaviest], groups[other], totals[heaviest] - totals[other], documents)
+            if moved is not None:
+                totals[heaviest] -= moved
+                totals[other] += moved
                 break
         else:
             return
@@ -93,30 +79,23 @@ def _size(group: list[Pack]) -> int:
     return sum(len(pack) + 1 for pack in group)
 
 
-def _best(heavy: list[Pack], light: list[Pack], gap: int, documents: Documents) -> _Exchange | None:
-    """Return the exchange with the smallest remaining difference, or None if that is not below ``gap``."""
-    candidates = _of_packs(heavy, light, gap, documents), _of_documents(heavy, light, gap, documents)
-    best = min(candidates, key=lambda exchange: exchange.difference)
-    return best if best.difference < gap else None
-
-
-def _of_packs(heavy: list[Pack], light: list[Pack], gap: int, documents: Documents) -> _Exchange:
-    weights = [np.array([documents.weight(pack) for pack in group]) for group in (heavy, light)]
-    shift = np.subtract.outer(*weights)
-    a, b = _least(abs(gap - 2 * shift))
-    return _Exchange(abs(gap - 2 * int(shift[a, b])), int(shift[a, b]), (a, b), None)
-
-
-def _of_documents(heavy: list[Pack], light: list[Pack], gap: int, documents: Documents) -> _Exchange:
-    """Return the best exchange of one document for another, or for none, with room in both packs."""
+def _exchange(heavy: list[Pack], light: list[Pack], gap: int, documents: Documents) -> int | None:
+    """Exchange one document for another, or for none, so that the groups then differ least. Returns the
+    weight that ``heavy`` lost, or None if no exchange with room in both packs helps."""
     a, b = _choices(heavy, documents), _choices(light, documents)
     longer = np.subtract.outer(a.tokens, b.tokens)
     shift = np.subtract.outer(a.weights, b.weights)
     feasible = (longer <= b.room[None, :]) & (-longer <= a.room[:, None])
-    i, j = _least(np.where(feasible, abs(gap - 2 * shift), gap))
-    difference = abs(gap - 2 * int(shift[i, j])) if feasible[i, j] else gap
-    packs = int(a.pack[i]), int(b.pack[j])
-    return _Exchange(difference, int(shift[i, j]), packs, (int(a.document[i]), int(b.document[j])))
+    difference = np.where(feasible, abs(gap - 2 * shift), gap)
+    i, j = divmod(int(difference.argmin()), difference.shape[1])
+    if difference[i, j] >= gap:
+        return None
+    packs = heavy[a.pack[i]], light[b.pack[j]]
+    for document, (source, target) in ((a.document[i], packs), (b.document[j], packs[::-1])):
+        if document != _NOTHING:
+            source.remove(document)
+            target.append(int(document))
+    return int(shift[i, j])
 
 
 class _Choices(NamedTuple):
@@ -140,23 +119,6 @@ def _choices(group: Sequence[Pack], documents: Documents) -> _Choices:
         for values in (documents.tokens, documents.weights)
     )
     return _Choices(document, pack, tokens, weights, room[pack])
-
-
-def _least(values: np.ndarray) -> tuple[int, int]:
-    row, column = divmod(int(values.argmin()), values.shape[1])
-    return row, column
-
-
-def _apply(heavy: list[Pack], light: list[Pack], exchange: _Exchange) -> None:
-    a, b = exchange.packs
-    if exchange.documents is None:
-        heavy[a], light[b] = light[b], heavy[a]
-        return
-    moves = zip(exchange.documents, (heavy[a], light[b]), (light[b], heavy[a]), strict=True)
-    for document, source, target in moves:
-        if document != _NOTHING:
-            source.remove(document)
-            target.append(document)
 
 
 # Totals within this share of their mean are balanced.

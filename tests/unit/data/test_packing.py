@@ -369,9 +369,9 @@ PACKS = [[[0, 1], [2]], [[3], [4, 5]]]
         # 9 : 1 is 4 above the mean of 5: it stops at the slack, and at the work.
         ([[[0, 1]], [[2]]], [5, 4, 1], [5, 4, 1], 9, {"slack": 4.0, "work": 10**6}, [[[0, 1]], [[2]]]),
         ([[[0, 1]], [[2]]], [5, 4, 1], [5, 4, 1], 9, {"slack": 3.9, "work": 5000}, [[[0, 1]], [[2]]]),
-        # All packs are full. Weights (5 4) 8 : 2 (1 0), the packs in brackets of unequal pieces.
-        # Best is (5 4) for 2: 10 : 10. Single documents, 8 for 2, would give 11 : 9.
-        (PACKS, [3, 2, 5, 5, 4, 1], [5, 4, 8, 2, 1, 0], 5, {}, [[[3], [2]], [[0, 1], [4, 5]]]),
+        # All packs are full. Weights (5 4) 8 : 2 (1 0), the packs in brackets of unequal pieces: of single
+        # documents with room 8 for 2 is the best, 11 : 9.
+        (PACKS, [3, 2, 5, 5, 4, 1], [5, 4, 8, 2, 1, 0], 5, {}, [[[0, 1], [3]], [[2], [4, 5]]]),
     ],
 )
 def test_balancing_by_hand(

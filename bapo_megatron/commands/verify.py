@@ -245,7 +245,7 @@ def measure_layout(
     if reference is None:
         if broken:
             raise FloatingPointError(f"the log-probs of this layout are not finite: first at {broken}")
-        samples = scored(sequences, tokens.log_probs, bounds, config.algorithm.loss_mean)
+        samples = scored(sequences, tokens.log_probs)
         totals = measure_totals(policy, config, samples)
     elif broken:
         totals = not_measured(reference.totals)

@@ -5,11 +5,10 @@ over ``unscored(sequences)`` and passes its log-probs to ``scored``, which retur
 rollout log-probs are the measured ones minus drawn log-ratios, since random tokens are improbable under any
 model. Other layouts read these samples from a file. The resume check uses those of ``with_token_indices``.
 
-Results must not depend on rounding. So no ratio is close to a bound that BAPO's search tries, and ``scored``
-scales positive advantages to put the search's target between the contributions at two consecutive pairs of
-bounds: every layout stops at the same pair, after both bounds have moved. Both checks give samples for a
-mixture of experts random routes (``with_random_routes``), because rounding could swap two almost equally
-likely experts: they test the router's probabilities, not its choice.
+Results must not depend on rounding. So no ratio is close to a bound that BAPO's search tries. Positive
+advantages are small, so that the search moves its bounds. Both checks give samples for a mixture of experts
+random routes (``with_random_routes``), because rounding could swap two almost equally likely experts: they
+test the router's probabilities, not its choice.
 """
 
 from __future__ import annotations
@@ -20,16 +19,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from bapo_megatron.algo.bounds import BoundsConfig, Share, high_values, low_values, search_path
-from bapo_megatron.algo.surrogate import contribution_sums
+from bapo_megatron.algo.bounds import BoundsConfig, high_values, low_values
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.types import RouteShape
 
 _SPREAD = 0.6
 """Standard deviation of the drawn log-ratios, to place tokens in every interval between candidates."""
+
+_POSITIVE = 0.5
+"""Positive advantages, relative to negative ones."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def canary_sequences(spec: CanarySpec, bounds: BoundsConfig) -> list[CanarySeque
     """Draw the canary batch of ``spec``: one sequence of 2 tokens, one of the longest, others in between."""
     generator = np.random.default_rng([spec.seed, spec.tokens, spec.longest, spec.vocab])
     return [
-        _sequence(generator, length, 1.0 if number % 2 else -1.0, spec.vocab, bounds)
+        _sequence(generator, length, _POSITIVE if number % 2 else -1.0, spec.vocab, bounds)
         for number, length in enumerate(_lengths(generator, spec))
     ]
 
@@ -97,19 +97,11 @@ def with_random_routes(samples: Sequence[Sample], seed: int, model: ModelShape) 
     return routed
 
 
-def scored(
-    sequences: Sequence[CanarySequence], log_probs: Sequence[np.ndarray], bounds: BoundsConfig, loss_mean: str
-) -> list[Sample]:
-    """Return samples with the measured ``log_probs`` minus the drawn log-ratios as rollout log-probs, and
-    positive advantages scaled (``_positive_scale``)."""
-    samples = [
+def scored(sequences: Sequence[CanarySequence], log_probs: Sequence[np.ndarray]) -> list[Sample]:
+    """Return samples with the measured ``log_probs`` minus the drawn log-ratios as rollout log-probs."""
+    return [
         _sample(one, (log_prob[-len(one.log_ratio_R) :] - one.log_ratio_R).astype(np.float32))
         for one, log_prob in zip(sequences, log_probs, strict=True)
-    ]
-    scale = _positive_scale(sequences, samples, bounds, loss_mean)
-    return [
-        dataclasses.replace(one, advantage=one.advantage * scale) if one.advantage > 0 else one
-        for one in samples
     ]
 
 
@@ -149,55 +141,3 @@ def _off_the_edges(log_ratio_R: np.ndarray, bounds: BoundsConfig) -> np.ndarray:
 def _sample(sequence: CanarySequence, rollout_log_prob_R: np.ndarray) -> Sample:
     versions_R = np.zeros(len(rollout_log_prob_R), np.int32)
     return Sample(sequence.token_ids, rollout_log_prob_R, versions_R, sequence.advantage)
-
-
-def _positive_scale(
-    sequences: Sequence[CanarySequence], samples: Sequence[Sample], bounds: BoundsConfig, loss_mean: str
-) -> float:
-    """Return the factor of positive advantages that puts the target between two pairs of bounds.
-
-    The sums P are linear in it. In log(P / N) the target is halfway between the best pair so far and the next
-    better one, about three quarters along the search, where both bounds have moved. Returns 1 if no pair is
-    better than the first (fixed bounds), or one sign has no weight.
-    """
-    sums = _sums(sequences, samples, bounds, loss_mean)
-    highs = len(high_values(bounds))
-    if min(sums) <= 0:
-        return 1.0
-    best, gaps = 0.0, []
-    for low, high in search_path(bounds):
-        quotient = sums[high] / sums[highs + low]
-        if quotient > best:
-            gaps.append((quotient / best if best else 0.0, math.sqrt(quotient * best)))
-            best = quotient
-    if len(gaps) < 2:
-        return 1.0
-    late = gaps[max(1, len(gaps) * 3 // 4) : len(gaps) * 7 // 8 + 1]
-    _, middle = max(late)
-    return _quotient_at_target(bounds.target, bounds.share) / middle
-
-
-def _sums(
-    sequences: Sequence[CanarySequence], samples: Sequence[Sample], bounds: BoundsConfig, loss_mean: str
-) -> list[float]:
-    """Return the batch's contribution sums, up to a common factor, from the log-ratios."""
-    counts = [sample.response_tokens for sample in samples]
-    weights = [1.0 / count if loss_mean == "sequence" else 1.0 for count in counts]
-    log_ratio, advantage, rollout_log_prob, weight = (
-        torch.from_numpy(column)
-        for column in (
-            np.concatenate([sequence.log_ratio_R for sequence in sequences]),
-            np.repeat([sample.advantage for sample in samples], counts),
-            np.concatenate([sample.log_probs_R for sample in samples]).astype(np.float64),
-            np.repeat(weights, counts),
-        )
-    )
-    sums: list[float] = contribution_sums(log_ratio, advantage, rollout_log_prob, weight, bounds).tolist()
-    return sums
-
-
-def _quotient_at_target(target: float, share: Share) -> float:
-    """Return the smallest P / N at which the contribution reaches ``target``."""
-    if share == "absolute":
-        return target / (1 - target)
-    return target / (1 + target) if share == "signed" else target

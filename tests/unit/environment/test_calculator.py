@@ -33,7 +33,6 @@ def call(expression: str) -> str:
         ("2/3", "0.666666666667"),
         ("-2^2", "-4"),
         ("2**-3", "0.125"),
-        ("2**0.5", "1.41421356237"),
         ("1,234,567*2", "2469134"),
         ("2 \u00d7 3 \u00f7 4", "1.5"),
         ("(-1)**99999999999", "-1"),
@@ -49,7 +48,7 @@ def test_values(expression: str, value: str) -> None:
         ("1/0", "division by zero"),
         ("9**9**9", "the number is too large"),
         ("1e400", "the number is too large"),
-        ("(-8)**(1/3)", "a root of a negative number"),
+        ("2**0.5", "an exponent must be a whole number"),
         ("__import__('os').system('ls')", "is none of: numbers"),
         ("True+1", "'True' is none of"),
         ("1+" * 600, "has 1200 characters; at most 1000"),
@@ -117,6 +116,9 @@ def test_calls_in_json_over_a_kill() -> None:
         ("133", None),
         ("\\boxed{47+86}", None),
         ("47+86\nso 133", None),
+        ("-133", None),
+        ("47+", None),
+        ("(47+86)*2 =", "266"),
     ],
 )
 def test_the_plain_format_takes_the_last_line(turn: str, said: str | None) -> None:
@@ -126,4 +128,5 @@ def test_the_plain_format_takes_the_last_line(turn: str, said: str | None) -> No
 def test_a_long_line_is_no_expression_at_once() -> None:
     """Of all pairs of its places one expression tried each, for hours: a policy's turn held the worker."""
     tool = Calculator(TASK, {"format": "plain"})
-    assert within(60.0, lambda: tool.step("1+" * 200_000 + "x")).observation is None
+    for line in ("1+" * 200_000 + "x", "1" + ") " * 200_000 + "1", "1 " * 200_000 + "+"):
+        assert within(60.0, lambda line=line: tool.step(line)).observation is None

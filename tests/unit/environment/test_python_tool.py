@@ -125,14 +125,12 @@ def test_earlier_calls_are_silent_also_below_print() -> None:
 
 
 def test_a_session_sees_what_its_calls_have_seen() -> None:
-    """The order of a set of texts, and what numpy's global generator draws, here that of a stand-in."""
+    """The order of a set of texts, and what global generators draw."""
     order, again = said("s = list({str(n) for n in range(50)})\nprint(s)", "print(s)")
     assert order == again
-    numpy = "import os, sys\nos.makedirs('numpy', exist_ok=True)\nopen('numpy/__init__.py', 'w').close()\n"
-    numpy += "text = 'drawn = None\\ndef seed(n):\\n    global drawn\\n    drawn = n'\n"
-    numpy += "n = open('numpy/random.py', 'w').write(text)\n"
-    numpy += "sys.path.insert(0, os.getcwd())\nimport numpy.random\nnumpy.random.drawn"
-    assert said(numpy, "numpy.random.drawn") == ["0", "0"]
+    for module in ("random", "numpy.random"):
+        drawn, again = said(f"import {module}\nx = {module}.random()\nx", "x")
+        assert drawn == again
 
 
 def test_the_names_of_a_session_are_those_of_its_main_module() -> None:

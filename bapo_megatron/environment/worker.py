@@ -30,7 +30,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -96,7 +96,7 @@ class Episodes:
         """Object of each episode, with the number of its replies so far."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
         self._is_async = is_async(kind)
-        self._random = RandomStates() if kind.own_random else None
+        self._random = RandomStates(kind.own_random)
 
     async def step(self, question: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to a turn; ``missing`` if no object is here that has seen all earlier turns."""
@@ -104,15 +104,11 @@ class Episodes:
         if name not in self._held:
             return {"missing": True}
         replies, environment = self._held.pop(name)
-        try:
-            with self._own_random(name):
-                if replies != question["replies"]:
-                    await self._close(environment)
-                    return {"missing": True}
-                turn = SampledTurn.of(*question["turn"])
-                return await self._advance(name, replies, environment, turn)
-        finally:
-            self._forget_random(name)
+        with self._random.of(name, self._held):
+            if replies != question["replies"]:
+                await self._close(environment)
+                return {"missing": True}
+            return await self._advance(name, replies, environment, SampledTurn.of(*question["turn"]))
 
     async def resume(self, question: dict[str, Any]) -> dict[str, Any]:
         """Return a new object's reply to the last turn; ``diverged`` if it cannot get to the state before."""
@@ -121,29 +117,20 @@ class Episodes:
         await self.close(task.episode)
         if before and self._kind.resume == "never":
             return {"diverged": "its environment cannot be resumed (resume = 'never')"}
-        try:
-            with self._own_random(task.episode):
-                environment = await self._called(self._kind, task, self._settings)
-                try:
-                    why = await self._brought(environment, before, question["note"]) if before else None
-                except BaseException:
-                    await self._close(environment)
-                    raise
-                if why is not None:
-                    await self._close(environment)
-                    return {"diverged": why}
-                return await self._advance(task.episode, len(before) // 2, environment, last.text)
-        finally:
-            self._forget_random(task.episode)
-
-    def _forget_random(self, name: str) -> None:
-        """Forget the random state of an episode without an object, which is over or starts again."""
-        if self._random and name not in self._held:
-            self._random.forget(name)
+        with self._random.of(task.episode, self._held):
+            environment = await self._called(self._kind, task, self._settings)
+            try:
+                why = await self._brought(environment, before, question["note"]) if before else None
+            except BaseException:
+                await self._close(environment)
+                raise
+            if why is not None:
+                await self._close(environment)
+                return {"diverged": why}
+            return await self._advance(task.episode, len(before) // 2, environment, last.text)
 
     async def close(self, name: str) -> None:
-        if self._random:
-            self._random.forget(name)
+        self._random.forget(name)
         if name in self._held:
             await self._close(self._held.pop(name)[1])
 
@@ -207,38 +194,35 @@ class Episodes:
         except Exception:
             traceback.print_exc()
 
-    @contextmanager
-    def _own_random(self, name: str) -> Iterator[None]:
-        if self._random is None:
-            yield
-        else:
-            with self._random.of(name):
-                yield
-
 
 class RandomStates:
     """Per-episode states of the global generators of ``random`` and, if the interpreter has it, numpy: ``of``
     activates them for a block, one at a time. The seed derives from the episode's name, so a replay repeats
-    the draws."""
+    the draws. For a class without ``own_random`` it does nothing."""
 
-    def __init__(self) -> None:
-        self._generators: list[Any] = [(random.seed, random.setstate, random.getstate)]
+    def __init__(self, own_random: bool) -> None:
+        self._generators: list[Any] = []
         self._states: dict[str, list[Any]] = {}
+        if not own_random:
+            return
+        self._generators.append((random.seed, random.setstate, random.getstate))
         with suppress(ImportError):
             from numpy.random import get_state, seed, set_state
 
             self._generators.append((seed, set_state, get_state))
 
     @contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        """Activate the episode's states, and save them at the end."""
-        states = self._states.get(name)
+    def of(self, name: str, held: Container[str]) -> Iterator[None]:
+        """Activate the episode's states, and save them at the end if its object is then ``held``: else the
+        episode is over or starts again."""
+        states = self._states.pop(name, None)
         for place, (seed, restore, _) in enumerate(self._generators):
             seed(zlib.crc32(name.encode())) if states is None else restore(states[place])
         try:
             yield
         finally:
-            self._states[name] = [state() for _, _, state in self._generators]
+            if name in held:
+                self._states[name] = [state() for _, _, state in self._generators]
 
     def forget(self, name: str) -> None:
         self._states.pop(name, None)

@@ -49,7 +49,7 @@ class ObservationTemplate:
         """``stop_token_ids``: the model's own end tokens, without ``Environment.stops``. ``tools``: tools in
         the prompts. Raises ConfigError if the template refuses the role, drops the observation, or ends the
         model's turn with none of the stop tokens."""
-        self._tokenizer, self.role, self._tools = tokenizer, role, list(tools) if tools else None
+        self._tokenizer, self.role, self._tools = tokenizer, role, list(tools or ())
         self._stops = frozenset(stop_token_ids)
         self._chat = chat_template_of(tokenizer)
         tail = self._tail([_OBSERVATION])
@@ -76,10 +76,7 @@ class ObservationTemplate:
 
     def prompt_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text of rendered messages up to the start of the model's turn."""
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False, tools=self._tools
-        )
-        return text
+        return self._chat.rendered(messages, "", self._tools)
 
     def difference(self, turns: Sequence[str], answers: int = 1) -> str | None:
         """Return how an episode of these turns (assistant contents), each followed by ``answers`` messages,
@@ -107,13 +104,8 @@ class ObservationTemplate:
 
     def check_tools(self) -> None:
         """Raise ConfigError if the template does not write the given ``tools`` into a prompt."""
-        if self._tools is None:
-            return
         messages = [{"role": "user", "content": _QUESTION}]
-        without: str = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
-        )
-        if self.prompt_text(messages) == without:
+        if self._tools and self.prompt_text(messages) == self._chat.rendered(messages, ""):
             raise ConfigError(
                 "model.hf_path: its chat template ignores the tools that the environment describes. Describe "
                 "them in the prompts, and leave `tools` out of the class; or mend chat_template.jinja"
@@ -142,7 +134,7 @@ class ObservationTemplate:
             *({"role": self.role, "content": observation} for observation in observations),
         ]
         try:
-            text = self._chat.text(messages, mark, self._tools or (), given=True)
+            text = self._chat.text(messages, mark, self._tools, given=True)
         except Exception as error:  # a template raises whatever its author chose
             raise ConfigError(_refusal(self.role, f"refuses it: {error}")) from error
         _, match, tail = text.rpartition(turn)

@@ -12,7 +12,6 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from bapo_megatron.environment import Context, Reply, SampledTurn
@@ -36,37 +35,23 @@ _NO_TOOLS = (
 _SYSTEM_ROLES = ("system", "developer")
 
 
-@dataclass
 class _Spoken:
-    """A model turn in the tree of conversations: its number, its text, and the node after it."""
+    """A model turn in the tree of conversations: its number, and the node after it."""
 
-    number: int
-    """Index among the episode's model turns, counted from 1."""
-    text: str
-    follows: _Place
+    def __init__(self, number: int, text: str) -> None:
+        """``number``: index among the episode's model turns, counted from 1."""
+        self.number, self.follows, whole = number, _Place(), _squashed(text)
+        self._texts = {whole, _squashed(answer_part(text))}
+        self._beside_calls = {"", whole, _squashed(without_calls(text))}
+        calls = [call for call in tool_calls(text) if call.problem is None]
+        self._calls = [[call.name, _as_text(call.arguments)] for call in calls]
 
     def is_repeated_by(self, message: Mapping[str, Any]) -> bool:
         """Whether an assistant message is this turn, perhaps without its thoughts or with its calls apart."""
         said, calls = _squashed(message["content"]), _calls_of(message)
         if not calls:
             return said in self._texts
-        return calls == self._calls and said in {"", self._text_beside_calls, _squashed(self.text)}
-
-    # Cached: every later request uses them.
-
-    @cached_property
-    def _texts(self) -> set[str]:
-        return {_squashed(self.text), _squashed(answer_part(self.text))}
-
-    @cached_property
-    def _text_beside_calls(self) -> str:
-        return _squashed(without_calls(self.text))
-
-    @cached_property
-    def _calls(self) -> list[list[str]]:
-        return [
-            [call.name, _as_text(call.arguments)] for call in tool_calls(self.text) if call.problem is None
-        ]
+        return calls == self._calls and said in self._beside_calls
 
 
 @dataclass
@@ -138,7 +123,7 @@ class Conversation:
             return Reply(said, context=Context(context.messages, context.after, shown))
 
         number, turn = await self._ask(reply)
-        spoken = _Spoken(number, str(turn), _Place())
+        spoken = _Spoken(number, str(turn))
         context.place.turns.append(spoken)
         self._spoken.append(spoken)
         return turn

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from bapo_megatron.environment import Environment, Reply, SampledTurn, Task
 
@@ -23,14 +23,13 @@ OTHER_S = 10.0
 """Seconds that a replay waits for the journal's question while the loop asks only others."""
 
 
-class Question:
-    """Question of ``play`` that waits for the model: its ``Reply``, and a future for the answer."""
+class Question(NamedTuple):
+    """Question of ``play`` that waits for the model."""
 
-    def __init__(self, reply: Callable[[int], Reply]) -> None:
-        """``reply`` returns the question as a reply, given the number of model turns so far."""
-        self.reply = reply
-        self.answer: asyncio.Future[tuple[int, SampledTurn]] = asyncio.get_running_loop().create_future()
-        """Number of the answering turn, counted from 1, and the turn."""
+    reply: Callable[[int], Reply]
+    """Returns the question as a reply, given the number of model turns so far."""
+    answer: asyncio.Future[tuple[int, SampledTurn]]
+    """Number of the answering turn, counted from 1, and the turn."""
 
 
 class LoopEnvironment(Environment):
@@ -67,7 +66,7 @@ class LoopEnvironment(Environment):
     async def question(self, reply: Callable[[int], Reply]) -> tuple[int, SampledTurn]:
         """Ask the model. Returns the number of its turn, and the turn. Several questions may wait and are
         asked in order; one that is cancelled before its turn is not asked."""
-        asked = Question(reply)
+        asked = Question(reply, asyncio.get_running_loop().create_future())
         self._waiting.append(asked)
         self._changed.set()
         try:

@@ -88,11 +88,11 @@ class Traits:
     ``step`` is async. From ``read_traits``, since the run's own process never imports the class."""
 
     role: Role
-    stops: tuple[str, ...]
+    stops: Sequence[str]
     resume: Resume
     own_random: bool
     is_async: bool
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: Sequence[dict[str, Any]] = ()
     wants_tokens: bool = False
     settings_type: str | None = None
     """Settings dataclass as ``package.module:Name``."""
@@ -101,12 +101,6 @@ class Traits:
     def runs_program(self) -> bool:
         """Whether its episodes are those of an agent program."""
         return self.settings_type == f"{own_settings.__name__}:{own_settings.AgentSettings.__name__}"
-
-    @staticmethod
-    def of(note: str) -> Traits:
-        """Parse the first note of a worker's reply to its settings."""
-        traits: dict[str, Any] = json.loads(note)
-        return Traits(**{**traits, "stops": tuple(traits["stops"]), "tools": tuple(traits["tools"])})
 
 
 class EnvironmentPool:
@@ -182,9 +176,8 @@ class EnvironmentPool:
         """Return the reply of the episode's object; None if the object is lost. Raises CallFailed."""
         name = question.task.episode
         asked = {"episode": name, "replies": question.replies, "turn": SampledTurn.as_json(question.turn)}
-        kind = CallKind("step", self._limit_s(question), repeatable=False, grace_s=self._grace_s)
         try:
-            answer: dict[str, Any] = await self._workers.call(kind, asked, name)
+            answer = await self._call("step", self._limit_s(question), asked, name)
         except CallFailed as failed:
             if not _may_be_anothers(failed):
                 raise
@@ -198,14 +191,18 @@ class EnvironmentPool:
         limit_s = self._config.step_limit_s * question.replies + self._limit_s(question)
         name = question.task.episode
         try:
-            kind = CallKind("resume", limit_s, repeatable=False, grace_s=self._grace_s)
-            answer: dict[str, Any] = await self._workers.call(kind, asked, name)
+            return await self._call("resume", limit_s, asked, name)
         except CallFailed as failed:
             if not (self._repeats and _may_be_anothers(failed)):
                 raise
-            # Now a suspect: retried beside fewer others.
-            kind = CallKind("resume", limit_s, repeatable=True, grace_s=self._grace_s)
-            answer = await self._workers.call(kind, asked, name)
+        # Now a suspect: retried beside fewer others.
+        return await self._call("resume", limit_s, asked, name, repeatable=True)
+
+    async def _call(
+        self, function: str, limit_s: float, asked: Any, name: str, repeatable: bool = False
+    ) -> dict[str, Any]:
+        kind = CallKind(function, limit_s, repeatable, self._grace_s)
+        answer: dict[str, Any] = await self._workers.call(kind, asked, name)
         return answer
 
     def _left_s(self, question: Question) -> float:
@@ -251,7 +248,7 @@ def read_traits(config: EnvironmentConfig, limit_s: float = START_LIMIT_S) -> Tr
         child.close()
     if "problem" in answer:
         raise ConfigError(answer["problem"])
-    traits = Traits.of(answer["notes"][0])
+    traits = Traits(**json.loads(answer["notes"][0]))
     _check_settings(config, traits.settings_type)
     return traits
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +23,12 @@ from bapo_megatron.environment.protocols.chat_completions import CHAT_COMPLETION
 from bapo_megatron.environment.protocols.messages import MESSAGES
 from bapo_megatron.environment.protocols.responses import RESPONSES
 
-PROTOCOLS = (CHAT_COMPLETIONS, RESPONSES, MESSAGES)
+PROTOCOLS = {protocol.path: protocol for protocol in (CHAT_COMPLETIONS, RESPONSES, MESSAGES)}
+
+_OF_OPENAI = {"id": "policy", "object": "model", "created": 0, "owned_by": "bapo-megatron"}
+_OF_ANTHROPIC = {"type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}
+MODELS = {"object": "list", "data": [{**_OF_OPENAI, **_OF_ANTHROPIC}], "has_more": False}
+"""Model list for OpenAI's and Anthropic's clients. All model names mean the policy."""
 
 KEEP_ALIVE_S = 10.0
 """Seconds between two pings (in JSON: leading spaces) while the model answers. Clients and proxies close a
@@ -66,10 +70,6 @@ class EpisodeQuestions:
         self.problem = ""
         """Why the last request got no answer; empty if it got one."""
 
-    def note_refused(self, refused: Refused) -> None:
-        """Record a refusal as the ``problem`` of the last request."""
-        self.problem = f"Its request was refused: {refused}"
-
     def answer(self, request: ChatRequest, digest: str, key: str, is_retry: bool) -> asyncio.Task[Answered]:
         """Return the answer of a request, by its digest and its idempotency key, which may be empty."""
         name = key + digest
@@ -98,10 +98,7 @@ class EpisodeQuestions:
 
 async def _serve() -> str:
     application = web.Application(client_max_size=64 << 20)
-    for protocol in PROTOCOLS:
-        application.router.add_post(protocol.path, partial(_handle, protocol))
-    application.router.add_get("/v1/models", _models)
-    application.router.add_route("*", "/{rest:.*}", _not_here)
+    application.router.add_route("*", "/{path:.*}", _handle)
     runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -109,37 +106,42 @@ async def _serve() -> str:
     return f"http://{host}:{port}/v1"
 
 
-async def _handle(protocol: Protocol, request: web.Request) -> web.StreamResponse:
-    questions = None
+async def _handle(request: web.Request) -> web.StreamResponse:
+    offered = PROTOCOLS.get(request.path) if request.method == "POST" else None
+    # Another path is refused in the form of the client's API.
+    protocol = offered or (MESSAGES if "anthropic-version" in request.headers else CHAT_COMPLETIONS)
+    key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    questions = _EPISODES.get(key) or _EPISODES.get(request.headers.get("x-api-key", ""))
+    if questions is None:
+        return _refused(protocol, Refused(401, "no episode has this key"))
+    if request.method == "GET" and request.path == "/v1/models":
+        return web.json_response(MODELS)
     try:
-        questions = _questions_of(request)
-        body = await _body(request)
-        read = protocol.read(body)
-        # After a broken stream a client may repeat its request without streaming.
-        asked = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
-        digest = hashlib.sha256(json.dumps([protocol.path, asked], sort_keys=True).encode()).hexdigest()
-        key = request.headers.get("Idempotency-Key", "")
-        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        response = await _deliver(request, protocol, body, questions.answer(read, digest, key, is_retry))
+        if offered is None:
+            here = f"offered here are POST to {', '.join(PROTOCOLS)}"
+            raise Refused(404, f"{request.method} {request.path} is not there; {here}")
+        response = await _answer(request, protocol, questions)
     except Refused as refused:
-        return _refused(protocol, refused, questions)
+        questions.problem = f"Its request was refused: {refused}"
+        return _refused(protocol, refused)
     except (asyncio.CancelledError, ConnectionError):
-        if questions is not None:
-            questions.problem = "Its client gave up a request that was not answered: raise its timeout"
+        questions.problem = "Its client gave up a request that was not answered: raise its timeout"
         raise
     questions.problem = ""
     return response
 
 
-def _questions_of(request: web.Request) -> EpisodeQuestions:
-    if (questions := _known_questions(request)) is None:
-        raise Refused(401, "no episode has this key")
-    return questions
-
-
-def _known_questions(request: web.Request) -> EpisodeQuestions | None:
-    key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    return _EPISODES.get(key) or _EPISODES.get(request.headers.get("x-api-key", ""))
+async def _answer(
+    request: web.Request, protocol: Protocol, questions: EpisodeQuestions
+) -> web.StreamResponse:
+    body = await _body(request)
+    read = protocol.read(body)
+    # After a broken stream a client may repeat its request without streaming.
+    asked = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    digest = hashlib.sha256(json.dumps([protocol.path, asked], sort_keys=True).encode()).hexdigest()
+    key = request.headers.get("Idempotency-Key", "")
+    is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+    return await _deliver(request, protocol, body, questions.answer(read, digest, key, is_retry))
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
@@ -179,31 +181,7 @@ async def _deliver(
     return response
 
 
-def _refused(protocol: Protocol, refused: Refused, questions: EpisodeQuestions | None = None) -> web.Response:
-    if questions is not None:
-        questions.note_refused(refused)
+def _refused(protocol: Protocol, refused: Refused) -> web.Response:
     # OpenAI's client would retry: it treats 409 as a short lock.
     headers = {"x-should-retry": "false"}
     return web.json_response(protocol.error(refused), status=refused.status, headers=headers)
-
-
-async def _models(request: web.Request) -> web.Response:
-    """Return a model list for OpenAI's and Anthropic's clients. All model names mean the policy."""
-    try:
-        _questions_of(request)
-    except Refused as refused:
-        return _refused(_protocol_of(request), refused)
-    about = {"id": "policy", "object": "model", "created": 0, "owned_by": "bapo-megatron"}
-    other = {"type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}
-    return web.json_response({"object": "list", "data": [{**about, **other}], "has_more": False})
-
-
-async def _not_here(request: web.Request) -> web.Response:
-    offered = ", ".join(protocol.path for protocol in PROTOCOLS)
-    reason = f"{request.method} {request.path} is not there; offered here are POST to {offered}"
-    return _refused(_protocol_of(request), Refused(404, reason), _known_questions(request))
-
-
-def _protocol_of(request: web.Request) -> Protocol:
-    """Return the protocol whose form refuses a request on an unknown path."""
-    return MESSAGES if "anthropic-version" in request.headers else CHAT_COMPLETIONS

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 Resume = Literal["replay", "restore", "never"]
-Role = Literal["tool", "user"]
 """How a new object replaces a lost one; see ``Environment.resume``."""
 
+Role = Literal["tool", "user"]
 
 PROMPT_TOOLS = "prompt_tools"
 """Field of a row's `extra_info`: tool schemas that the chat template writes into the prompt after those of

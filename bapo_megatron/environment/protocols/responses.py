@@ -126,16 +126,9 @@ def _head(answer: Answered, body: dict[str, Any]) -> dict[str, Any]:
         "object": "response",
         "created_at": int(time.time()),
         "model": str(body.get("model", "policy")),
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.get("instructions"),
-        "metadata": body.get("metadata") or {},
         "parallel_tool_calls": True,
-        "previous_response_id": None,
-        "temperature": body.get("temperature"),
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
-        "top_p": body.get("top_p"),
     }
 
 

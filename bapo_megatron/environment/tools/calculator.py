@@ -18,7 +18,7 @@ from typing import Any
 
 from bapo_megatron.environment import Environment, Reply, Task, Turn
 from bapo_megatron.environment.settings import CalculatorSettings
-from bapo_megatron.environment.tools.calls import answer_part, argument, results, tool_calls
+from bapo_megatron.environment.tools.calls import answer_part, arguments, results
 
 LONGEST = 1000
 """Maximum expression length in characters."""
@@ -58,7 +58,9 @@ class Calculator(Environment):
         values, errors = [], 0
         for call in calls:
             try:
-                values.append(evaluate(call()))
+                if isinstance(call, ValueError):
+                    raise call
+                values.append(evaluate(call))
             except ValueError as error:
                 values.append(f"error: {error}")
                 errors += 1
@@ -67,11 +69,11 @@ class Calculator(Environment):
     def restore(self, turns: Sequence[Turn], note: Any) -> None:
         """Do nothing: a calculator has no state."""
 
-    def _expressions(self, turn: str) -> list[Callable[[], str]]:
+    def _expressions(self, turn: str) -> list[str | ValueError]:
         if self._format == "plain":
             line = answer_part(turn).strip().rpartition("\n")[2]
-            return [lambda: line.rstrip("= ")] if _is_plain(line) else []
-        return [lambda call=call: argument(call, "calculator", "expression") for call in tool_calls(turn)]  # type: ignore[misc]
+            return [line.rstrip("= ")] if _is_plain(line) else []
+        return arguments(turn, "calculator", "expression")
 
 
 def _is_plain(line: str) -> bool:

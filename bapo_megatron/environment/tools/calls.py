@@ -172,16 +172,18 @@ def typed(value: str, kind: Any) -> Any:
         return value
 
 
-def argument(call: Call, tool: str, name: str) -> str:
-    """Return the text argument ``name`` of a call of ``tool``. Raises ValueError, for the model to read."""
+def arguments(turn: str, tool: str, name: str) -> list[str | ValueError]:
+    """Return the text argument ``name`` of each call of ``tool`` in a turn, or an error for the model."""
+    return [_argument(call, tool, name) for call in tool_calls(turn)]
+
+
+def _argument(call: Call, tool: str, name: str) -> str | ValueError:
     if call.problem:
-        raise ValueError(call.problem)
+        return ValueError(call.problem)
     if call.name != tool:
-        raise ValueError(f"there is no tool {call.name!r}; the tool is {tool!r}")
+        return ValueError(f"there is no tool {call.name!r}; the tool is {tool!r}")
     value = call.arguments.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"{tool} takes one argument, {name!r}, a text")
-    return value
+    return value if isinstance(value, str) else ValueError(f"{tool} takes one argument, {name!r}, a text")
 
 
 def results(texts: list[str]) -> str | list[str]:

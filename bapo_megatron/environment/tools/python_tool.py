@@ -24,7 +24,7 @@ from typing import Any
 
 from bapo_megatron.environment import Environment, Reply, Task, Turn
 from bapo_megatron.environment.settings import PythonSettings
-from bapo_megatron.environment.tools.calls import answer_part, argument, results, tool_calls
+from bapo_megatron.environment.tools.calls import answer_part, arguments, results
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.code import last_code_block
 from bapo_megatron.reward.sandbox.isolation import be_untraceable
@@ -151,13 +151,7 @@ class PythonTool(Environment):
         if self._settings.format == "fenced":
             block = last_code_block(answer_part(turn))
             return [] if block is None else [block]
-        codes: list[str | ValueError] = []
-        for call in tool_calls(turn):
-            try:
-                codes.append(argument(call, "python", "code"))
-            except ValueError as error:
-                codes.append(error)
-        return codes
+        return arguments(turn, "python", "code")
 
     def _run(self, code: str) -> tuple[str, bool]:
         before = [earlier for place, earlier in enumerate(self._codes) if place not in self._lost]

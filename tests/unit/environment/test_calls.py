@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.environment.protocols import chat, server
-from bapo_megatron.environment.tools.calls import Call, answer_part, argument, tool_calls, without_calls
+from bapo_megatron.environment.tools.calls import Call, answer_part, arguments, tool_calls, without_calls
 from tests.support.chat_templates import family_tokenizer
 from tests.support.pages import ROOT
 
@@ -164,8 +164,7 @@ def tool() -> dict[str, Any]:
 def test_the_prompt_names_the_call_that_the_tool_answers() -> None:
     [name] = tool()["function"]["parameters"]["required"]
     call = json.dumps({"name": tool()["function"]["name"], "arguments": {name: "print(2)"}})
-    [found] = tool_calls(f"<tool_call>\n{call}\n</tool_call>")
-    assert argument(found, "python", "code") == "print(2)"
+    assert arguments(f"<tool_call>\n{call}\n</tool_call>", "python", "code") == ["print(2)"]
 
 
 @pytest.mark.slow
@@ -198,7 +197,7 @@ def test_what_is_said_apart_in_three_protocols_is_a_chat() -> None:
             "tool_choice": {"type": "none"},
         },
     ]
-    for protocol, body in zip(server.PROTOCOLS, bodies, strict=True):
+    for protocol, body in zip(server.PROTOCOLS.values(), bodies, strict=True):
         assert protocol.read(body) == chat.ChatRequest(
             [system, QUESTION, turn, QUESTION], [], takes_calls=False
         )

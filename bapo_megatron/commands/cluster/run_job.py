@@ -35,7 +35,7 @@ LIVE_STATES = (
 )
 """Slurm states of a job that runs or will run, also if suspended by a preemption or held by Slurm."""
 
-_DEFAULTS = ("SQUEUE_", "SCANCEL_", "SINFO_")
+_DEFAULTS = ("SQUEUE_", "SCANCEL_")
 _DEADLINE_S = 15.0
 _FOLLOW_S, _LIST_S = 0.5, 5.0
 """Intervals at which followed logs are read, and listed: listing may ask Slurm, whose controller serves the

@@ -15,21 +15,14 @@ import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser
-from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from bapo_megatron.commands.cluster.cluster_file import ClusterFile, load_cluster, seconds_of
+from bapo_megatron.commands.cluster.cluster_file import load_cluster
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
-from bapo_megatron.commands.cluster.run_job import (
-    LIVE_STATES,
-    SlurmError,
-    call_slurm,
-    queue_state,
-    read_job_state,
-)
+from bapo_megatron.commands.cluster.run_job import LIVE_STATES, queue_state, read_job_state
 from bapo_megatron.commands.recipe_flags import check_names
 from bapo_megatron.commands.train_flags import train_flags
 from bapo_megatron.config import RunConfig
@@ -111,20 +104,19 @@ def submit(command: SubmitCommand, config: RunConfig, forked: Path | None = None
         print(f"warning: {warning}", file=sys.stderr)
     if command.dry_run:
         print("\n".join(job.summary()), file=sys.stderr)
-    else:
-        for warning in _queue_warnings(job):
-            print(f"warning: {warning}", file=sys.stderr)
+    elif warning := _live_job(job):
+        print(f"warning: {warning}", file=sys.stderr)
     return launch(job, command.dry_run)
 
 
-def _queue_warnings(job: ClusterJob) -> Iterator[str]:
-    """Yield warnings from Slurm's answers: a partition that is too small, another live job of the run."""
-    yield from partition_warnings(job.cluster, job.trainer_nodes + job.rollout_nodes)
+def _live_job(job: ClusterJob) -> str | None:
+    """Return a warning if, by Slurm's answer, another job of the run is live."""
     run, other = job.run_dir, read_job_state(job.run_dir)
     state = (queue_state(other.job) or ("", ""))[0] if other else ""
-    if other and state in LIVE_STATES:
-        stop = f"`bapo cancel {shlex.quote(str(run))}` lets it save and stop"
-        yield f"job {other.job} of {run} is {state}: {stop}; of two jobs of a run the second stops"
+    if not other or state not in LIVE_STATES:
+        return None
+    stop = f"`bapo cancel {shlex.quote(str(run))}` lets it save and stop"
+    return f"job {other.job} of {run} is {state}: {stop}; of two jobs of a run the second stops"
 
 
 def launch(job: ClusterJob, dry_run: bool) -> str:
@@ -215,37 +207,3 @@ def submission_environment(
             continue
         kept[name] = value
     return kept, sorted(left_out)
-
-
-_PARTITION = re.compile(r"([^|]+)\|(infinite|UNLIMITED|n/a|(?:\d+-)?\d+(?::\d+){0,2})\|(\d+)")
-"""Partition, time limit and node count."""
-
-
-def partition_warnings(cluster: ClusterFile, nodes: int) -> Iterator[str]:
-    """Yield warnings if by ``sinfo`` the partition's time limit or nodes are too few for the job, which would
-    wait forever. Only warnings, since a site's QOS may raise limits; none if Slurm does not answer."""
-    try:
-        # sinfo prints a line per partition and node state; hidden partitions need -a.
-        said = call_slurm("sinfo", "-a", "-h", "-p", cluster.partition, "-o", "%R|%l|%D")
-    except SlurmError:
-        return
-    sizes: dict[str, int] = defaultdict(int)
-    limits: dict[str, str] = {}
-    for line in said.splitlines():
-        if match := _PARTITION.fullmatch(line):  # a site's sinfo may print more
-            name, limit, count = match.groups()
-            sizes[name] += int(count)
-            limits[name] = limit
-    if not limits:
-        return
-    ends = [seconds_of(limit) if limit[:1].isdigit() else float("inf") for limit in limits.values()]
-    if seconds_of(cluster.time) > max(ends):
-        yield (
-            f"time = {cluster.time!r} is above the limit of partition {cluster.partition}, "
-            f"{', '.join(sorted(set(limits.values())))}: the job would wait for ever (PartitionTimeLimit)"
-        )
-    if nodes > max(sizes.values()):
-        yield (
-            f"the job takes {nodes} nodes, and partition {cluster.partition} has {max(sizes.values())}: it "
-            f"would wait for ever"
-        )

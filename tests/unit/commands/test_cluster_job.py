@@ -17,10 +17,9 @@ from bapo_megatron.commands.cluster.cluster_file import ClusterFile, load_cluste
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
 from bapo_megatron.commands.cluster.submit import (
     SubmitCommand,
-    _queue_warnings,
+    _live_job,
     launch,
     nemo_run_python,
-    partition_warnings,
     submission_environment,
     submit,
 )
@@ -301,35 +300,11 @@ def test_a_second_job_of_a_run_is_told_before_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, told: bool
 ) -> None:
     monkeypatch.setattr("bapo_megatron.commands.cluster.submit.queue_state", lambda _job: (state, ""))
-    monkeypatch.setattr("bapo_megatron.commands.cluster.submit.partition_warnings", lambda *_: iter(()))
     run = renamed(run_dir=tmp_path)
-    assert list(_queue_warnings(run)) == []
+    assert _live_job(run) is None
     (tmp_path / "slurm.state").write_text("job=41\nstatus=requeued\n")
     words = f"job 41 of {tmp_path} is {state}: `bapo cancel {tmp_path}` lets it save and stop"
-    assert list(_queue_warnings(run)) == ([f"{words}; of two jobs of a run the second stops"] if told else [])
-
-
-@pytest.mark.parametrize(
-    ("sinfo", "time", "told"),
-    [
-        ("batch|1-00:00:00|9\nbatch|1-00:00:00|7", "24:00:00", []),
-        ("batch|4:00:00|16", "24:00:00", ["time = '24:00:00' is above the limit of partition batch, 4:"]),
-        ("a|4:00:00|16\nb|2-00:00:00|16", "24:00:00", []),
-        ("batch|infinite|8\nbatch|infinite|4", "1:00:00", ["the job takes 16 nodes, and partition batch"]),
-        ("Welcome to the cluster!\n\nquota: a|b\nbatch|infinite|16", "24:00:00", []),
-    ],
-)
-def test_what_a_partition_cannot_give_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sinfo: str, time: str, told: list[str]
-) -> None:
-    """Slurm would take the job, and let it wait for ever."""
-    executable(tmp_path / "sinfo", f'printf "{sinfo}\n"')
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    found = list(partition_warnings(replace(pyxis(), time=time), 16))
-    assert [line[: len(words)] for line, words in zip(found, told, strict=True)] == told
-    (tmp_path / "sinfo").unlink()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert list(partition_warnings(replace(pyxis(), time=time), 16)) == []
+    assert _live_job(run) == (f"{words}; of two jobs of a run the second stops" if told else None)
 
 
 def test_a_job_gets_no_variables_that_would_change_it() -> None:

@@ -200,7 +200,6 @@ class ClusterJob:
                 "how long servers read the weights is unknown, for this machine has neither them nor the "
                 "model's config.json: servers that are not ready after engines_wait_s are given up; raise it"
             )
-        yield from self._shares()
         if self.cluster.rollout_nodes and (why := self.why_no_rollout_nodes):
             yield f"rollout_nodes = {self.cluster.rollout_nodes} of the cluster file is left out: {why}"
 
@@ -232,21 +231,6 @@ class ClusterJob:
             field = f"data.sources[{source.name}]" if data.sources else "data.path"
             if not (path := self.root / source.path).exists():
                 yield f"{field}: {path} is absent on this machine; the nodes must have it (docs/data.md)"
-
-    def _shares(self) -> Iterator[str]:
-        """Yield warnings if memory or cores are left to Slurm's defaults, usually a small share of a node."""
-        cluster, flags = self.cluster, {name.replace("_", "-") for name in self.cluster.sbatch}
-        if cluster.mem is None and not flags & {"mem-per-cpu", "mem-per-gpu"}:
-            yield (
-                "mem is not set: Slurm gives a share of a node's memory for each core, and a save needs most "
-                'of it; mem = "0" in the cluster file asks for all'
-            )
-        whole = cluster.exclusive or flags & {"cpus-per-gpu", "exclusive"}
-        if cluster.cpus_per_task is None and not whole:
-            yield (
-                "neither cpus_per_task nor exclusive is set: Slurm gives a task one core, if the site has no "
-                "other default; set one of them in the cluster file"
-            )
 
     def _load_seconds(self) -> float | None:
         """Return a server's load time for the weights in seconds, from the weights or config.json; None

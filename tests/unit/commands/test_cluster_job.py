@@ -280,21 +280,6 @@ def test_the_command_line() -> None:
             SubmitCommand.of(words)
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({}, []),
-        ({"mem": None}, ["mem"]),
-        ({"mem": None, "sbatch": {"mem_per_gpu": "200G"}}, []),
-        ({"cpus_per_task": None, "exclusive": False}, ["neither cpus_per_task nor exclusive"]),
-        ({"cpus_per_task": None, "exclusive": False, "sbatch": {"cpus-per-gpu": "12"}}, []),
-    ],
-)
-def test_memory_and_cores_that_are_left_to_slurm_are_told(fields: dict[str, Any], told: list[str]) -> None:
-    warnings = check_job(job(replace(pyxis(), **fields)), force=False)
-    assert [line.split(" is ")[0] for line in warnings if line.startswith(("mem", "neither"))] == told
-
-
 @pytest.mark.parametrize(("state", "told"), [("SUSPENDED", True), ("COMPLETED", False)])
 def test_a_second_job_of_a_run_is_told_before_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, told: bool

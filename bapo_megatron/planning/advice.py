@@ -7,6 +7,7 @@ drop most of up to ten thousand candidates; at most a few hundred are planned, b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -24,8 +25,6 @@ from bapo_megatron.policy.layout import layout_problems
 _MODES = ("none", "selective", "full")
 _MOST_TENSOR = 8  # beyond a node, traffic leaves NVLink
 _OFFLOAD = "--parallel.offload"
-_FRACTION_STEP = 0.05
-"""Decrement of the colocated servers' memory fraction."""
 
 
 def problems(job: Job) -> list[str]:
@@ -116,34 +115,27 @@ def fastest_layouts(plan: JobPlan, count: int) -> list[JobPlan]:
 
 
 def _neighbours(job: Job) -> Iterator[Job]:
-    """Yield the job's neighbours in the search: less memory, CP and DP in both directions."""
-    # Colocated servers first get less memory, in small steps, which keeps the training layout.
-    if not job.colocated:
-        yield from _memory_saving(job)
-        return
-    yield _offloaded(job)
-    for less in _with_smaller_engines(job):
-        yield less
-        yield _offloaded(less)
-    yield from _memory_saving(_with_fitting_engines(job))
-
-
-def _with_smaller_engines(job: Job) -> Iterator[Job]:
-    sglang = job.run.rollout.sglang
-    for step in range(1, int(sglang.memory_fraction / _FRACTION_STEP)):
-        less = replace(sglang, memory_fraction=round(sglang.memory_fraction - step * _FRACTION_STEP, 2))
-        yield replace(job, run=replace(job.run, rollout=replace(job.run.rollout, sglang=less)))
+    """Yield the job's neighbours in the search: less memory, CP and DP in both directions. With colocated
+    servers first an offloaded policy and smaller servers, which keep the training layout."""
+    if job.colocated:
+        yield _offloaded(job)
+        job = _with_fitting_engines(job)
+        yield job
+    yield from _memory_saving(job)
 
 
 def _with_fitting_engines(job: Job) -> Job:
-    """Return the job with an offloaded policy and the largest ``memory_fraction`` that fits."""
-    budget = job.options.memory_fraction * job.gpu.memory
-    stages = range(job.parallel.pipeline)
-    for other in (_offloaded(candidate) for candidate in (job, *_with_smaller_engines(job))):
-        parts = [stage_memory(other, stage) for stage in stages]
-        if all(max(part.sampling, part.handover) <= budget for part in parts):
-            return other
-    return _offloaded(job)
+    """Return the job with an offloaded policy, and a ``memory_fraction`` (in steps of 0.05) that fits."""
+    job = _offloaded(job)
+    stages = (stage_memory(job, stage) for stage in range(job.parallel.pipeline))
+    rooms = (job.budget - stage.resting - stage.kept for stage in stages if stage.serving)
+    room = min(rooms, default=job.budget)
+    sglang = job.run.rollout.sglang
+    fraction = math.floor(20 * room / job.gpu.memory) / 20
+    if not 0 < fraction < sglang.memory_fraction:
+        return job
+    rollout = replace(job.run.rollout, sglang=replace(sglang, memory_fraction=fraction))
+    return replace(job, run=replace(job.run, rollout=rollout))
 
 
 def _offloaded(job: Job) -> Job:

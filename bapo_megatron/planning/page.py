@@ -316,12 +316,8 @@ def _speed(plan: JobPlan) -> Iterator[str]:
             f"each of {job.replicas} replicas; more of them make no step shorter. Lower parallel.data,"
         )
         yield "  or raise parallel.context or rollout.prompts_per_step"
-    if host := plan.host_update:
-        yield (
-            f"  and {host.seconds:,.1f} s to step {host.elements / 1e9:,.2f} B elements a GPU on the host: "
-            f"AdamW {host.step_seconds:,.1f} s, beside it gradients {host.fetch_seconds:,.1f} s and weights "
-            f"{host.send_seconds:,.1f} s over PCIe"
-        )
+    if plan.stepping_seconds:
+        yield f"  and {plan.stepping_seconds:,.1f} s to step the optimizer on the host"
     if swapping := reference_seconds(job):
         yield (
             f"  of it {swapping:,.1f} s in which the frozen reference and the policy swap places; the "

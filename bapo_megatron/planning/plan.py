@@ -14,10 +14,9 @@ from bapo_megatron.planning.memory import StageMemory, host_bytes, stage_memory
 from bapo_megatron.planning.sizes import steps_of_rollouts
 from bapo_megatron.planning.speed import (
     Handover,
-    HostUpdate,
     Speed,
     handover_estimate,
-    host_update,
+    host_update_seconds,
     reference_seconds,
     speed,
 )
@@ -67,8 +66,8 @@ class JobPlan:
     engines: EnginePlan
     host: float
     """Host memory of a node during a save, bytes."""
-    host_update: HostUpdate | None
-    """Optimizer step on the host; None if on the GPU."""
+    stepping_seconds: float
+    """Seconds of a host optimizer step; 0 on the GPU."""
     handover: Handover | None
     """GPU hand-overs between training and sampling; None if servers are not colocated."""
 
@@ -77,11 +76,6 @@ class JobPlan:
         """Seconds of a step's updates and reference swaps; the first update skips passes for known ratios."""
         updates = self.job.updates * (self.speed.update_seconds + self.stepping_seconds)
         return updates - self.speed.known_seconds + reference_seconds(self.job)
-
-    @property
-    def stepping_seconds(self) -> float:
-        """Seconds of a host optimizer step; 0 on the GPU, where it is negligible."""
-        return self.host_update.seconds if self.host_update else 0.0
 
     @property
     def sampling_seconds(self) -> float:
@@ -173,7 +167,7 @@ def make_plan(job: Job) -> JobPlan:
         sync=sync_traffic(job),
         engines=engine_plan(job),
         host=host_bytes(job),
-        host_update=host_update(job),
+        stepping_seconds=host_update_seconds(job),
         handover=handover_estimate(job),
     )
 

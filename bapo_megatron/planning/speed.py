@@ -1,7 +1,7 @@
 """Training speed estimate of ``bapo plan``: FLOPs, duration and MFU of an update; GPU hand-over time.
 
-``speed`` returns the estimate of an update, ``host_update`` of a host optimizer step, ``handover_estimate``
-of the GPU hand-overs between the policy and colocated engines. A GPU computes matrix products at ``mfu``
+``speed`` estimates an update, ``host_update_seconds`` a host optimizer step, ``handover_estimate`` the GPU
+hand-overs between the policy and colocated engines. A GPU computes matrix products at ``mfu``
 times its dense bf16 peak, attention at ``attention_mfu`` times. Recomputation and the pipeline bubble are
 added; communication is listed separately, because a measured ``mfu`` already contains its exposed part.
 """
@@ -150,38 +150,16 @@ def _seconds(job: Job, training: bool) -> float:
     return pack * slots(job.parallel, job.filled_packs)
 
 
-@dataclass(frozen=True)
-class HostUpdate:
-    """Estimate of a host optimizer step (``optimizer.device=cpu``) on the slowest stage: seconds of AdamW and
-    of copies to and from the GPU. ``seconds`` is the longest, since buckets overlap them. Not counted: the
-    first and last bucket, and copy-on-write pages of the first step after a checkpoint starts."""
-
-    elements: float
-    """Elements of a rank's optimizer shard."""
-    step_seconds: float
-    """AdamW and rounding, all ranks of a node in parallel."""
-    fetch_seconds: float
-    """Gradients to the host."""
-    send_seconds: float
-    """Weights to the GPU."""
-
-    @property
-    def seconds(self) -> float:
-        return max(self.step_seconds, self.fetch_seconds, self.send_seconds)
-
-
-def host_update(job: Job) -> HostUpdate | None:
-    """Return the job's host optimizer step; None if its optimizer is on the GPU."""
+def host_update_seconds(job: Job) -> float:
+    """Return seconds of a host optimizer step (``optimizer.device=cpu``) on the slowest stage; 0 on the GPU,
+    where it is negligible. The longest of AdamW with rounding (all ranks of a node in parallel), gradients to
+    the host and weights to the GPU, since buckets overlap them. Not counted: the first and last bucket, and
+    copy-on-write pages of the first step after a checkpoint starts."""
     if not job.host_optimizer:
-        return None
+        return 0.0
     elements, pcie = largest_shard(job), _LINK_EFFICIENCY * job.gpu.pcie
-    memory = _LINK_EFFICIENCY * job.gpu.host_bandwidth
-    return HostUpdate(
-        elements=elements,
-        step_seconds=_STEP_BYTES * elements * job.gpus_on_node / memory,
-        fetch_seconds=4 * elements / pcie,
-        send_seconds=job.element * elements / pcie,
-    )
+    stepping = _STEP_BYTES * elements * job.gpus_on_node / (_LINK_EFFICIENCY * job.gpu.host_bandwidth)
+    return max(stepping, 4 * elements / pcie, job.element * elements / pcie)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.hf.config import attention_flops, attention_weight, linear_flops_per_token
 from bapo_megatron.planning.engines import cache_bytes_per_token, engine_plan
-from bapo_megatron.planning.job import Job, PlanOptions, slots
+from bapo_megatron.planning.job import GPUS, Job, PlanOptions, slots
 from bapo_megatron.planning.memory import host_bytes, reference_bytes
 from bapo_megatron.planning.page import plan_text
 from bapo_megatron.planning.plan import make_plan, summary
-from bapo_megatron.planning.speed import handover_estimate, host_update, reference_seconds, speed
+from bapo_megatron.planning.speed import handover_estimate, host_update_seconds, reference_seconds, speed
 from bapo_megatron.planning.traffic import Sync, forward_passes, known_passes, update_traffic
 from tests.support.altered import altered
 from tests.support.planned_jobs import BIG, ON_HOST, SMALL, colocated, job, planned
@@ -35,20 +35,20 @@ def test_flops_by_hand() -> None:
     assert attention_weight(SMALL) == pytest.approx(64 / 5120)
 
 
-def test_the_time_of_a_step_on_the_host_by_hand() -> None:
+def test_the_time_of_a_step_on_the_host_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """40 B an element at half of 614 GB/s, shared by a node's ranks; 4 and 2 B at half of 64 GB/s."""
     shared = job(ParallelConfig(data=2))
-    assert host_update(shared) is None
+    assert host_update_seconds(shared) == 0
     host = altered(shared, ON_HOST)
-    found = host_update(host)
-    assert found is not None
-    assert found.elements == 2952 / 2
-    assert found.step_seconds == pytest.approx(40 * 2952 / 307e9)
-    assert (found.fetch_seconds, found.send_seconds) == pytest.approx((2 * 2952 / 32e9, 2952 / 32e9))
-    assert found.seconds == found.step_seconds
+    stepping = host_update_seconds(host)
+    assert stepping == pytest.approx(40 * 2952 / 307e9)
+    slow = replace(GPUS["h100-80gb"], pcie=0.1e9)
+    monkeypatch.setitem(GPUS, "h100-80gb", slow)
+    assert host_update_seconds(host) == pytest.approx(2 * 2952 / 0.05e9)
+    monkeypatch.undo()
     plan, without = make_plan(host), make_plan(shared)
-    assert plan.train_seconds - without.train_seconds == pytest.approx(host.updates * found.seconds)
-    assert "to step 0.00 B elements a GPU on the host" in plan_text(plan, [], [])
+    assert plan.train_seconds - without.train_seconds == pytest.approx(host.updates * stepping)
+    assert "0.0 s to step the optimizer on the host" in plan_text(plan, [], [])
 
 
 def test_traffic_by_hand() -> None:

@@ -1,7 +1,7 @@
 """Engines of a plan: KV cache, sampling time of a step, and open responses with environments.
 
-``engine_plan`` returns memory and speed of a run's engines, ``open_responses`` how many responses must be
-open (begun and unfinished) at a time to keep them busy while environments work.
+``engine_plan`` returns memory and speed of a run's engines; ``environment_lines`` says whether they stay busy
+while environments work.
 
 Decoding is taken as bound by memory bandwidth: a decode step reads the weights once (of a model with experts,
 those that some sequence uses) and the KV cache of every sequence (Pope et al. 2022, "Efficiently Scaling
@@ -161,116 +161,36 @@ def _busiest(
     return decode_steps(busiest, slots), read_tokens(busiest, prompt)
 
 
-@dataclass(frozen=True)
-class OpenResponses:
-    """Open responses of a run with environments: how many the sampler admits at a time (``admitted``), how
-    many fill the engines' decode slots while environments work (``needed``), and the terms of the module's
-    formulas."""
-
-    places: float
-    """P: responses decoded at a time by all engines in the plan's estimate."""
-    turn_seconds: float
-    """s: a turn's share of the mean response, at full decode batches."""
-    share: float
-    """w: weighted share of the prompts whose source has an environment."""
-    step_seconds: float | None
-    """t: ``--environment-seconds``, if given."""
-    admitted: int
-    """A: responses that may be open."""
-    round_responses: int
-    """B G: responses of a step."""
-    is_ahead: bool
-    """Whether engines sample while the policy trains, so that ``admitted`` is S B G."""
-    overlap: bool
-    """Whether a ``max_staleness`` of 1 or more would make engines sample while the policy trains."""
-
-    @property
-    def needed(self) -> float | None:
-        """1.25 P (1 + w t / s): open responses that fill the places; None without ``step_seconds``."""
-        if self.step_seconds is None:
-            return None
-        return SPARE * self.places * (1 + self.share * self.step_seconds / self.turn_seconds)
-
-    @property
-    def filled(self) -> float | None:
-        """Lower bound of the share of filled places; 1 where the inequality holds."""
-        return None if self.needed is None else min(1.0, self.admitted / self.needed)
-
-    @property
-    def longest_step_seconds(self) -> float:
-        """Longest mean environment step for which the inequality holds, seconds; 0 if for none."""
-        return max(0.0, self.turn_seconds / self.share * (self.admitted / (SPARE * self.places) - 1))
-
-    @property
-    def needed_staleness(self) -> int | None:
-        """Smallest ``rollout.max_staleness`` that admits enough; 0 and 1 admit equally many with overlap."""
-        if self.needed is None:
-            return None
-        steps = math.ceil(self.needed / self.round_responses - 1e-9)
-        return steps if self.overlap and steps > 1 else steps - 1
-
-    def values(self) -> dict[str, float | int | None]:
-        return {
-            **vars(self),
-            "needed": self.needed,
-            "filled": self.filled,
-            "longest_step_seconds": self.longest_step_seconds,
-            "needed_staleness": self.needed_staleness,
-        }
-
-
-def open_responses(job: Job, engines: EnginePlan) -> OpenResponses | None:
-    """Return a job's open responses; None for a run without an environment or engines that cannot sample.
+def environment_lines(job: Job, engines: EnginePlan) -> Iterator[str]:
+    """Yield the environment section of a plan's page: whether the module's inequality holds, and up to which
+    t. Nothing for a run without an environment or engines that cannot sample.
 
     s = mean_response / turns x P / (tokens per second of all engines). The mean response includes given
     tokens, as does ``--mean-response-tokens``.
     """
-    run, options = job.run, job.options
+    run = job.run
     share, places = _share(run), engines.count * engines.running
     if not job.samples or not share or not places:
-        return None
+        return
     names = run.data.source_names or ("",)
     most = max(run.environments[name].max_turns for name in names if run.environments[name].function)
-    turns = options.environment_turns or most
-    rollout = run.rollout
-    in_round = rollout.prompts_per_step * rollout.group_size
-    is_ahead = job.overlaps
-    return OpenResponses(
-        places=places,
-        turn_seconds=job.mean_response / turns * places / engines.tokens_per_second,
-        share=share,
-        step_seconds=options.environment_seconds,
-        admitted=in_round * (rollout.max_staleness + (not is_ahead)),
-        round_responses=in_round,
-        is_ahead=is_ahead,
-        overlap=rollout.overlap and not job.colocated,
-    )
-
-
-def open_response_lines(responses: OpenResponses | None) -> Iterator[str]:
-    """Yield the environment section of a plan's page; nothing without an environment."""
-    if responses is None:
-        return
-    when = " while the policy trains" if responses.is_ahead else ""
+    turn_tokens = job.mean_response / (job.options.environment_turns or most)
+    turn_seconds = turn_tokens * places / engines.tokens_per_second
+    admitted = job.responses * (run.rollout.max_staleness + (not job.overlaps))
+    longest = max(0.0, turn_seconds / share * (admitted / (SPARE * places) - 1))
+    when = " while the policy trains" if job.overlaps else ""
     yield (
-        f"Environment: turns of {responses.turn_seconds:,.3g} s on {responses.places:,.0f} places of engines"
-        f"; {responses.admitted:,} responses may be open{when}"
+        f"Environment: turns of {turn_seconds:,.3g} s on {places:,.0f} places of engines; {admitted:,} "
+        f"responses may be open{when}"
     )
-    longest = f"{responses.longest_step_seconds:,.3g} s"
-    if responses.needed is None or responses.filled is None:
-        yield (
-            f"  the places stay filled if a step takes {longest} or less in the mean; give yours by "
-            "--environment-seconds"
-        )
+    filled = f"the places stay filled if a step takes {longest:,.3g} s or less in the mean"
+    if (seconds := job.options.environment_seconds) is None:
+        yield f"  {filled}; give yours by --environment-seconds"
         return
-    needs = f"steps of {responses.step_seconds:,.3g} s need {responses.needed:,.0f}"
-    if responses.filled == 1:
-        yield f"  {needs}: the places are filled, up to steps of {longest}"
-        return
-    filled = f"{responses.filled:.0%} of the places are filled"
-    yield f"  WARNING: {needs}: {filled}, so engines sample less than that"
-    shorter = f", as would steps of {longest}" if responses.longest_step_seconds else ""
-    yield f"  estimate. rollout.max_staleness={responses.needed_staleness} would fill them{shorter}"
+    needed = SPARE * places * (1 + share * seconds / turn_seconds)
+    yield f"  steps of {seconds:,.3g} s need {needed:,.0f}; {filled}"
+    if needed > admitted:
+        yield "  WARNING: engines sample less than that estimate; raise rollout.max_staleness"
 
 
 def _share(run: RunConfig) -> float:

@@ -10,7 +10,7 @@ from bapo_megatron.algo.bounds import describe, low_values
 from bapo_megatron.layers.costs import Recompute
 from bapo_megatron.planning.advice import changed_flags, shorter_packs
 from bapo_megatron.planning.engine_states import state_lines
-from bapo_megatron.planning.engines import open_response_lines, open_responses
+from bapo_megatron.planning.engines import environment_lines
 from bapo_megatron.planning.job import GB, Job
 from bapo_megatron.planning.memory import (
     activation_bytes,
@@ -56,7 +56,7 @@ def plan_text(plan: JobPlan, advice: Sequence[JobPlan], others: Sequence[JobPlan
         _traffic(plan),
         _speed(plan),
         _engines(plan),
-        open_response_lines(open_responses(plan.job, plan.engines)),
+        environment_lines(plan.job, plan.engines),
         *([_comparison(plan, others)] if others else []),
         _verdict(plan, advice),
     ]
@@ -92,7 +92,6 @@ def plan_dict(
             **vars(plan.engines),
             "states": states.values() if (states := plan.engines.states) else None,
         },
-        "environment": responses.values() if (responses := open_responses(plan.job, plan.engines)) else None,
         "turns": vars(plan.handover) if plan.handover else None,
         "servers_problem": plan.job.servers_problem,
         "train_seconds": plan.train_seconds,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from math import exp, log
 from pathlib import Path
@@ -15,17 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.commands.plan import plan_command
-from bapo_megatron.config import EnvironmentConfig, EvaluationConfig, SglangConfig, SourceConfig
-from bapo_megatron.planning.engines import OpenResponses, open_responses
+from bapo_megatron.config import EnvironmentConfig, SglangConfig, SourceConfig
+from bapo_megatron.planning.engines import engine_plan, environment_lines
 from bapo_megatron.planning.job import Job, PlanOptions
 from bapo_megatron.planning.lengths import (
     ResponseLengths,
     decode_steps,
     read_tokens,
 )
-from bapo_megatron.planning.page import plan_text
-from bapo_megatron.planning.plan import JobPlan, make_plan
-from tests.support.altered import altered
 from tests.support.planned_jobs import job
 
 
@@ -82,102 +78,77 @@ def test_the_closed_form_is_a_simulation(
     assert found == pytest.approx(expected)
 
 
-TOOL = EnvironmentConfig("tool.py:Tool", max_turns=4)
+TOOL, NONE = EnvironmentConfig("tool.py:Tool", max_turns=4), EnvironmentConfig()
+HALF = SourceConfig(Path("a.jsonl"), 3.0), SourceConfig(Path("b.jsonl"), 3.0, environment=NONE)
+COLOCATED = {"engine": "sglang", "sglang": SglangConfig(colocated=True)}
 
 
-def opened(plan: JobPlan) -> OpenResponses:
-    found = open_responses(plan.job, plan.engines)
-    assert found is not None
-    return found
-
-
-def planned(environment: EnvironmentConfig = TOOL, sources: Any = (), **changes: Any) -> JobPlan:
-    """The small job: 2 prompts, groups of 4, responses of 14 tokens, one engine."""
+def told(environment: EnvironmentConfig = TOOL, sources: Any = (), **changes: Any) -> list[str]:
+    """What the plan says of 512 groups of 8, responses of 14 tokens, and 64 engines of 64 places on which a
+    turn of 3.5 tokens takes 10 s."""
     options = {name: changes.pop(name) for name in [*changes] if name.startswith("environment_")}
     small = job()
-    run = replace(small.run, environment=environment, rollout=replace(small.run.rollout, **changes))
+    rollout = replace(small.run.rollout, **{"prompts_per_step": 512, "group_size": 8, **changes})
+    run = replace(small.run, environment=environment, rollout=rollout)
     if sources:
         run = replace(run, data=replace(run.data, path=None, sources=sources))
-    return make_plan(Job(run, small.shape, PlanOptions(mean_response_tokens=14, **options)))
-
-
-def of(step_seconds: float | None, admitted: int, share: float = 1.0, overlap: bool = True) -> OpenResponses:
-    """64 engines of 64 places, turns of 10 s, steps of 512 groups of 8."""
-    return OpenResponses(4096.0, 10.0, share, step_seconds, admitted, 4096, overlap, overlap)
-
-
-def test_the_inequality_by_hand() -> None:
-    """1.25 x 4,096 x (1 + 30 / 10) = 20,480 are needed, 1 x 512 x 8 admitted: a fifth; staleness 5."""
-    short = of(30.0, 4096)
-    assert (short.needed, short.filled, short.needed_staleness) == (20480.0, 0.2, 5)
-    assert short.longest_step_seconds == 0.0
-    enough = of(30.0, 5 * 4096)
-    assert (enough.filled, enough.needed_staleness, enough.longest_step_seconds) == (1.0, 5, 30.0)
-    half = of(30.0, 4096, share=0.5)
-    assert (half.needed, half.filled, half.needed_staleness) == (12800.0, 0.32, 4)
-    assert of(None, 3 * 4096, share=0.5).longest_step_seconds == pytest.approx(28.0)
-    assert of(None, 4096).needed is of(None, 4096).filled is of(None, 4096).needed_staleness is None
-    waits = of(10.0, 4096, overlap=False)
-    assert (waits.needed, waits.needed_staleness) == (10240.0, 2), "(2 + 1) x 4,096 while the trainer waits"
-    assert (of(0.0, 4096).needed_staleness, of(0.0, 4096, overlap=False).needed_staleness) == (2, 1)
-    assert of(0.0, 5120).filled == 1.0
+    large = Job(run, small.shape, PlanOptions(mean_response_tokens=14, **options))
+    engines = replace(engine_plan(large), count=64, running=64.0, tokens_per_second=4096 * 3.5 / 10)
+    return list(environment_lines(large, engines))
 
 
 @pytest.mark.parametrize(
-    ("rollout", "admitted", "is_ahead"),
+    ("changes", "seconds", "needed", "admitted", "longest"),
     [
-        ({"max_staleness": 0}, 8, False),
-        ({"max_staleness": 1}, 8, True),
-        ({"max_staleness": 3}, 24, True),
-        ({"max_staleness": 3, "overlap": False}, 32, False),
+        # 1.25 x 4,096 x (1 + 30 / 10) are needed, 1 x 512 x 8 admitted
+        ({"max_staleness": 1}, 30.0, "20,480", "4,096", "0"),
+        ({"max_staleness": 5}, 30.0, "20,480", "20,480", "30"),
+        ({"max_staleness": 5}, 30.1, "20,531", "20,480", "30"),
+        # (2 + 1) x 4,096 while the trainer waits
+        ({"max_staleness": 2, "overlap": False}, 10.0, "10,240", "12,288", "14"),
+        ({"max_staleness": 0}, 0.0, "5,120", "4,096", "0"),
         # colocated engines have no GPU while the policy trains
-        ({"max_staleness": 1, "engine": "sglang", "sglang": SglangConfig(colocated=True)}, 16, False),
+        ({"max_staleness": 1, **COLOCATED}, 1.0, "5,632", "8,192", "6"),
+        # of the prompts half have an environment
+        ({"max_staleness": 3, "sources": HALF}, 30.0, "12,800", "12,288", "28"),
+        # half as many turns are twice as long
+        ({"max_staleness": 5, "environment_turns": 2.0}, 60.0, "20,480", "20,480", "60"),
     ],
 )
-def test_what_admission_allows(rollout: dict[str, Any], admitted: int, is_ahead: bool) -> None:
-    found = opened(planned(**rollout))
-    assert (found.admitted, found.is_ahead, found.round_responses) == (admitted, is_ahead, 8)
+def test_the_inequality_by_hand(
+    changes: dict[str, Any], seconds: float, needed: str, admitted: str, longest: str
+) -> None:
+    first, second, *warning = told(environment_seconds=seconds, **changes)
+    turns = 20 if "environment_turns" in changes else 10
+    ahead = changes["max_staleness"] and changes.get("overlap", True) and "sglang" not in changes
+    assert first == (
+        f"Environment: turns of {turns} s on 4,096 places of engines; {admitted} responses may be open"
+        + (" while the policy trains" if ahead else "")
+    )
+    assert second == (
+        f"  steps of {seconds:.3g} s need {needed}; the places stay filled if a step takes {longest} s or "
+        "less in the mean"
+    )
+    holds = int(needed.replace(",", "")) <= int(admitted.replace(",", ""))
+    assert warning == (
+        [] if holds else ["  WARNING: engines sample less than that estimate; raise rollout.max_staleness"]
+    )
+    asked = told(**changes)[1]
+    assert asked.endswith(f"takes {longest} s or less in the mean; give yours by --environment-seconds")
 
 
 def test_turns_of_evaluations_do_not_count() -> None:
     """The run's own environment answers suites alone, as all sources have another."""
     suites = EnvironmentConfig("tool.py:Suite", max_turns=20)
-    plan = planned(suites, sources=(SourceConfig(Path("a.jsonl"), 1.0, environment=TOOL),), max_staleness=1)
-    found = opened(make_plan(altered(plan.job, {"run.evaluation": EvaluationConfig(1, ("a.jsonl",))})))
-    assert found.turn_seconds == pytest.approx(14 / 4 * 8 / plan.engines.tokens_per_second)
+    sources = (SourceConfig(Path("a.jsonl"), 1.0, environment=TOOL),)
+    assert told(suites, sources=sources)[0].startswith("Environment: turns of 10 s on")
 
 
-def test_a_turn_is_its_share_of_a_response() -> None:
-    """All 8 responses are decoded at a time: in the seconds of a decode step each gets a token."""
-    plan = planned(environment_turns=2.0, max_staleness=1)
-    found = opened(plan)
-    assert found.places == 8.0
-    assert found.turn_seconds == pytest.approx(7 * 8 / plan.engines.tokens_per_second)
-    most = opened(planned(max_staleness=1))
-    assert most.turn_seconds == pytest.approx(found.turn_seconds / 2), "of max_turns, 4"
-
-
-def test_sources_count_by_their_weights() -> None:
-    none = EnvironmentConfig()
-    two = SourceConfig(Path("a.jsonl"), 3.0), SourceConfig(Path("b.jsonl"), 1.0, environment=none)
-    found = opened(planned(sources=two))
-    assert found.share == 0.75
-    for plan in (planned(none, sources=two), planned(none)):
-        assert open_responses(plan.job, plan.engines) is None
-
-
-def test_the_page_warns_where_it_does_not_hold() -> None:
-    """The values that would hold are in it: with them it warns no more."""
-    needed = opened(planned(environment_seconds=1.0, max_staleness=0)).needed_staleness
-    assert needed
-    for staleness in (0, needed - 1, needed):
-        text = plan_text(planned(environment_seconds=1.0, max_staleness=staleness), [], [])
-        assert (f"rollout.max_staleness={needed} would fill them" in text) == (staleness < needed)
+def test_a_run_without_an_environment_has_no_such_section() -> None:
+    sources = tuple(replace(source, environment=NONE) for source in HALF)
+    assert told(NONE, sources=sources) == told(NONE) == told(replay=Path("run")) == []
 
 
 def test_the_command_takes_the_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["recipes/demo_tools_cpu.py", "--environment-seconds", "2", "--environment-turns", "2", "--json"]
-    plan_command(words)
-    found = json.loads(capsys.readouterr().out)["environment"]
-    assert found["step_seconds"] == 2.0
-    assert found["needed"] == pytest.approx(1.25 * found["places"] * (1 + 2.0 / found["turn_seconds"]))
+    plan_command(["recipes/demo_tools_cpu.py", "--environment-seconds", "2", "--environment-turns", "2"])
+    assert "\n  steps of 2 s need " in capsys.readouterr().out

@@ -86,7 +86,7 @@ def test_a_kill_with_two_sources_of_which_one_has_an_environment(tmp_path: Path)
         assert "source/plain/environment/turns_mean" not in row
         assert row["rollout/engine_gap_max"] < 1e-3, "given tokens have no log-prob"
     page = write_report([whole]).read_text()
-    assert "asked: turns of a response, mean" in page
+    assert "source/<wbr>asked/<wbr>environment/<wbr>turns_mean" in page
     assert "tests.support.environments:Twice" in page
 
 

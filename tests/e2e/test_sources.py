@@ -61,7 +61,7 @@ def test_both_are_trained_on_by_their_own_rewards(mixed: Path) -> None:
         tokens = sum(row[f"source/{name}/policy/tokens"] for name in ("long", "short"))
         assert tokens == row["policy/tokens"]
     page = write_report([mixed]).read_text()
-    assert "By source" in page
+    assert "source/<wbr>short/<wbr>reward/<wbr>mean" in page
     assert "tests.support.reward_functions:shorter" in page
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from bapo_megatron.commands.report.data import RunRecord
-from bapo_megatron.commands.report.series import EPISODE_ENDS, number
+from bapo_megatron.commands.report.series import number
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import Piece, TextDecoder
 from bapo_megatron.rollout.sampler.step_batches import read_example, steps_in
@@ -28,6 +28,13 @@ MOST_TOKENS = 1000
 
 _SHORT = 600
 """Most tokens of a conversation that is initially open on the page."""
+
+_ENDS: dict[FinishReason, str] = {
+    "stop": "ended by the environment",
+    "length": "ended at the longest response",
+    "turns": "ended after the most turns",
+    "failed": "ended by a failure",
+}
 
 Speaker = Literal["prompt", "model", "environment"]
 
@@ -140,7 +147,7 @@ def _branch(
 
 def _end(reason: FinishReason, mask_R: np.ndarray) -> str:
     """Return how a response ended; one without environment answers ended by itself."""
-    return "ended by a stop token" if reason == "stop" and mask_R.all() else EPISODE_ENDS[reason]
+    return "ended by a stop token" if reason == "stop" and mask_R.all() else _ENDS[reason]
 
 
 def _turns(ids_R: np.ndarray, mask_R: np.ndarray) -> Iterator[tuple[Speaker, np.ndarray]]:

@@ -29,14 +29,11 @@ from bapo_megatron.commands.report.series import (
     FEW_TOKENS,
     LOSS_EVENTS,
     NO_VALUE,
-    SOURCE_COLUMNS,
     ends,
-    episode_cells,
     event_marks,
     final_results,
     number,
     short_count,
-    source_cells,
     staleness_cells,
 )
 from bapo_megatron.errors import ConfigError, refuse_arguments
@@ -140,7 +137,6 @@ def _render(runs: Sequence[RunRecord], pictures: list[dict[str, Any]], colours: 
 def _details(run: RunRecord) -> dict[str, Any]:
     figures = headline(run.steps)
     window = figures["window"]
-    episodes = episode_cells(run, window)
     names = sorted(set(run.steps.names) - {"step"})
     return {
         "window": window,
@@ -148,10 +144,7 @@ def _details(run: RunRecord) -> dict[str, Any]:
         "resumed": run.resumed_at,
         "losses": any(mark.loss for mark in event_marks(run)),
         "smoothing": smoothing_window(len(run.steps)),
-        "episodes": episodes,
-        "conversations": conversations(run) if episodes else [],
-        "sources": source_cells(run, window),
-        "source_columns": ("source", *SOURCE_COLUMNS),
+        "conversations": conversations(run) if "environment/turns_mean" in names else [],
         "metrics": [(n, [*ends(run.steps, n, window), number(run.steps.last.get(n))]) for n in names],
         "numbers": [
             (_reward(run), f"reward, mean of the first and last {window} step{'' if window == 1 else 's'}"),

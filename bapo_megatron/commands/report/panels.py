@@ -14,13 +14,14 @@ from typing import Literal
 
 from bapo_megatron.algo.bins import BUCKETS
 from bapo_megatron.commands.report.data import RunRecord
-from bapo_megatron.commands.report.series import REWARD_BY_TURN, reward_turns
 
 NEUTRAL = "#30343b"
 POSITIVE = "#0072b2"
 NEGATIVE = "#d55e00"
 AGES = ("#f98e09", "#e05536", "#ca404a", "#b0315b", "#7c1d6d", "#000004")
 """Colours of the staleness buckets, darker with age."""
+_REWARD_BY_TURN = "environment/reward_turn_"
+"""Prefix of the rewards by turn."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +355,8 @@ def episode_panels(runs: Sequence[RunRecord]) -> list[Panel]:
     names = {name for run in runs for name in run.steps.names}
     if "environment/turns_mean" not in names:
         return []
-    turns = reward_turns(names)[: len(AGES)]
+    numbers = (name.removeprefix(_REWARD_BY_TURN) for name in names if name.startswith(_REWARD_BY_TURN))
+    turns = sorted(int(turn) for turn in numbers if turn.isdecimal())[: len(AGES)]
     panels = (
         Panel(
             "turns",
@@ -390,7 +392,7 @@ def episode_panels(runs: Sequence[RunRecord]) -> list[Panel]:
             "Reward by answer",
             "mean reward of an answer",
             tuple(
-                Curve(f"{REWARD_BY_TURN}{turn}", AGES[place], f"{turn}") for place, turn in enumerate(turns)
+                Curve(f"{_REWARD_BY_TURN}{turn}", AGES[place], f"{turn}") for place, turn in enumerate(turns)
             ),
             "Mean reward that the environment gave with its first answer, its second, and so on, over the "
             "responses that had one.",

@@ -7,8 +7,7 @@ measured. Metrics that an older log lacks are NaN or None.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +17,6 @@ from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS, RATIO_EDGES
 from bapo_megatron.commands.report.data import MetricTable, RunRecord, Series, headline, mean
 from bapo_megatron.runtime.event_kinds import event_time_s
 from bapo_megatron.runtime.jsonl_log import Row
-from bapo_megatron.types import FinishReason
 
 LOSS_EVENTS = ("engine_lost", "server_ended", "sampler_died", "broadcast_failed", "engine_gap")
 """Event kinds that count as losses."""
@@ -31,12 +29,6 @@ RATIO_CENTRES = np.array(
 FEW_TOKENS = 100
 """Means over fewer tokens are not drawn: a share's standard error can exceed 0.05, and single tokens make
 spikes."""
-
-SOURCE_COLUMNS = (
-    *("prompts", "trained on", "reward", "length", "entropy", "tokens", "gradient"),
-    *("contribution", "without bounds", "clipped high", "clipped low"),
-)
-"""Columns of the table of training data sources."""
 
 NO_VALUE = "–"  # noqa: RUF001, the dash is meant
 
@@ -248,81 +240,3 @@ def ends(
     """Return means of a metric over the first and the last ``window`` steps that have it, as text."""
     known = steps.known(name)
     return form(mean(known[:window])), form(mean(known[-window:]))
-
-
-def source_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
-    """Return table rows of ``SOURCE_COLUMNS``, one per training data source; none for a run of one file."""
-    return [(name, _source_cells(run, f"source/{name}/", window)) for name in source_names(run)]
-
-
-def source_names(run: RunRecord) -> list[str]:
-    """Return the names of the training data sources; none for a run of one file."""
-    first, last = "source/", "/rollout/groups"
-    named = [name for name in run.steps.names if name.startswith(first) and name.endswith(last)]
-    return [*dict.fromkeys(name.removeprefix(first).removesuffix(last) for name in named)]
-
-
-def _source_cells(run: RunRecord, prefix: str, window: int) -> list[str]:
-    def values(name: str) -> np.ndarray:
-        return run.steps.known(prefix + name)
-
-    first, last = ends(run.steps, f"sampled/{prefix}reward/mean", window)
-    return [
-        *(f"{sum(values(f'rollout/{name}')):,.0f}" for name in ("groups_sampled", "groups")),
-        f"{first} → {last}",
-        *(number(mean(values(name))) for name in ("rollout/length_mean", "policy/entropy")),
-        *(percent(mean(values(name))) for name in ("token_share", "gradient_share")),
-        *(percent(mean(values(f"bapo/contribution{end}"))) for end in ("", "_unclipped")),
-        *(percent(mean(values(f"bapo/clip_fraction_{bound}"))) for bound in ("high", "low")),
-    ]
-
-
-# --- episodes ---
-
-EPISODE_ENDS: dict[FinishReason, str] = {
-    "stop": "ended by the environment",
-    "length": "ended at the longest response",
-    "turns": "ended after the most turns",
-    "failed": "ended by a failure",
-}
-"""How a response in an environment ended, in words."""
-_ROWS = (
-    ("turns of a response, mean", "turns_mean", number),
-    ("turns of a response, most", "turns_max", number),
-    ("branches of a response, mean", "branches_mean", number),
-    ("answers to a response", "steps_mean", number),
-    ("given tokens", "given_share", percent),
-    ("failed environments in a step", "failures", number),
-    ("responses begun again in a step", "restarts", number),
-    *((said, f"finish_{reason}", percent) for reason, said in EPISODE_ENDS.items()),
-)
-REWARD_BY_TURN = "environment/reward_turn_"
-"""Prefix of the rewards by turn."""
-_REWARD_TURN = re.compile(rf"{REWARD_BY_TURN}(\d+)")
-
-
-def reward_turns(metrics: Iterable[str]) -> list[int]:
-    """Return the numbers, from 1, of the answers that have a reward."""
-    return sorted({int(turn[1]) for name in metrics if (turn := _REWARD_TURN.fullmatch(name))})
-
-
-def episode_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
-    """Return the rows of the episode table: name, means of the first and last ``window`` steps (``ends``).
-    Empty for a run without an environment. With several sources: rows of all episodes, then of each source.
-    """
-    sources = source_names(run)
-    own = [(f"{name}: ", f"source/{name}/") for name in sources]
-    return [cell for label, prefix in [("", ""), *own] for cell in _episode_cells(run, window, label, prefix)]
-
-
-def _episode_cells(run: RunRecord, window: int, of: str, prefix: str) -> list[tuple[str, list[str]]]:
-    """Return the rows of metrics under ``prefix``, each label prefixed with ``of``."""
-    names = [name.removeprefix(prefix) for name in run.steps.names if name.startswith(prefix)]
-    rows = [(label, f"environment/{name}", form) for label, name, form in _ROWS]
-    rows += [(f"reward of answer {turn}", f"{REWARD_BY_TURN}{turn}", number) for turn in reward_turns(names)]
-    rows += [(name.removeprefix("episode/"), name, number) for name in names if name.startswith("episode/")]
-    return [
-        (of + label, [*ends(run.steps, prefix + metric, window, form)])
-        for label, metric, form in rows
-        if len(run.steps.known(prefix + metric))
-    ]

@@ -155,25 +155,28 @@ def test_a_conversation_on_the_page_is_text(tmp_path: Path) -> None:
     turns.append(page.index("<pre>&lt;/pre&gt;&lt;/div&gt;</pre>"))
     assert turns == sorted(turns)
     assert page.count('<div class="block model">') == 2
-    titles = "Configuration, Curves, By staleness, Episodes, Events, Values"
+    titles = "Configuration, Curves, By staleness, Three episodes, Events, Values"
     assert ", ".join(re.findall("<h2>(.*?)</h2>", page)) == titles
 
 
 @pytest.mark.usefixtures("few_pictures")
-def test_plots_and_table_of_episodes(tmp_path: Path) -> None:
+def test_plots_of_episodes(tmp_path: Path) -> None:
     """A plot has the curves that were measured; without an environment no journal is opened."""
     rows = [episode_row(1), episode_row(2, **{"episode/calls": 1.5})]
-    for more, drawn in (({}, False), ({"environment/reward_turn_2": 0.5}, True)):
+    for more, drawn in (
+        ({"environment/reward_turn_x": 0.5}, False),
+        ({"environment/reward_turn_2": 0.5}, True),
+    ):
         write_lines(tmp_path / "metrics.jsonl", [*rows, episode_row(3, **more)])
         page = write_report([tmp_path]).read_text()
         titles = ("Turns of an episode", "How episodes end", "Reward by answer")
         assert [f'alt="{title} by step"' in page for title in titles] == [True, True, drawn]
-    assert '<tr><td>calls</td><td class="number">1.500</td><td class="number">1.500</td></tr>' in page
+    assert page.index("<summary>All") < page.index("<code>episode/<wbr>calls</code>")
     assert conversations(write_run(tmp_path, {1: asked()}))[0].blocks
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5}])
     page = write_report([tmp_path]).read_text()
     assert 'class="block' not in page
-    assert "<h2>Episodes" not in page
+    assert "episodes</h2>" not in page
 
 
 def test_branches_are_a_tree(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from bapo_megatron.commands.report.panels import (
     EXPERT_PANELS,
     Curve,
     Panel,
+    episode_panels,
     expert_panels,
 )
 from bapo_megatron.commands.report.series import RATIO_CENTRES
@@ -194,3 +195,12 @@ def test_panels_of_experts_are_of_runs_with_experts() -> None:
     assert expert_panels([dense]) == ()
     assert expert_panels([dense, sparse]) == EXPERT_PANELS
     assert {curve.metric for panel in EXPERT_PANELS for curve in panel.curves} == set(EXPERT_NAMES)
+
+
+def test_rewards_by_answer_are_in_the_order_of_the_answers() -> None:
+    turns = [f"environment/reward_turn_{turn}" for turn in ("10", "x", "2")]
+    rows = [{"step": 1, **dict.fromkeys(["environment/turns_mean", *turns], 1.0)}]
+    run = RunRecord(Path("run"), MetricTable(rows), MetricTable([]), [], {})
+    last = episode_panels([run])[-1]
+    assert [curve.metric for curve in last.curves] == [turns[2], turns[0]]
+    assert episode_panels([plotted_run()]) == []

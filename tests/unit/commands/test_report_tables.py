@@ -16,14 +16,11 @@ from bapo_megatron.commands.report.series import (
     NO_VALUE,
     RATIO_CENTRES,
     Mark,
-    episode_cells,
     event_marks,
     final_results,
     number,
     prediction,
     ratio_profile,
-    reward_turns,
-    source_cells,
     staleness_cells,
 )
 from bapo_megatron.errors import ConfigError
@@ -59,42 +56,6 @@ def test_columns_by_hand(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     with pytest.raises(ConfigError, match="line 2 is not JSON"):
         read_metrics(write(tmp_path / "log", '{"step": 1}', line))
-
-
-def run_of(*steps: dict[str, float | None]) -> RunRecord:
-    return RunRecord(Path("run"), MetricTable(steps), MetricTable([]), [], {})
-
-
-def test_the_table_of_episodes_by_hand() -> None:
-    """The means of the first two steps and of the last two; shares in percent; turns in their order."""
-    steps = [
-        {
-            "environment/turns_mean": turn,
-            "environment/given_share": turn / 8,
-            "environment/finish_failed": turn / 10,
-            "environment/reward_turn_10": -turn,
-            "environment/reward_turn_2": None if turn == 2 else turn,
-            "episode/calls <b>": 3.0,
-        }
-        for turn in (1.0, 2.0, 4.0)
-    ]
-    assert episode_cells(run_of(*steps), 2) == [
-        ("turns of a response, mean", ["1.500", "3.000"]),
-        ("given tokens", ["18.8%", "37.5%"]),
-        ("ended by a failure", ["15%", "30%"]),
-        ("reward of answer 2", ["2.500", "2.500"]),
-        ("reward of answer 10", ["-1.500", "-3.000"]),
-        ("calls <b>", ["3.000", "3.000"]),
-    ]
-    assert episode_cells(run_of({"step": 1, "reward/mean": 0.5}), 1) == []  # without an environment
-    assert reward_turns(f"environment/reward_turn_{turn}" for turn in ("x", "-1", "2")) == [2]
-
-
-def test_the_table_of_sources() -> None:
-    steps: list[dict[str, float | None]] = [{"step": float(n)} for n in (1, 2)]
-    steps[0] |= {"source/sums/rollout/groups": 3.0, "source/sums/reward/mean": 0.25}
-    [(name, cells)] = source_cells(run_of(*steps), 1)
-    assert (name, cells[:3]) == ("sums", ["0", "3", "0.250 → 0.250"])
 
 
 def test_a_comparison_has_the_metrics_of_custom_losses() -> None:

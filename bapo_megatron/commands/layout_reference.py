@@ -21,15 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bapo_megatron.algo.bounds import (
-    Bounds,
-    BoundsConfig,
-    high_values,
-    low_values,
-    positive_share,
-    search_bounds,
-    sum_count,
-)
+from bapo_megatron.algo.bounds import BoundsConfig, high_values, low_values, search_bounds, sum_count
 from bapo_megatron.config.removed import without_removed
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
@@ -231,11 +223,12 @@ def compare_layouts(
     relative, absolute = tolerances.total_relative, tolerances.total_absolute
     names = [f"P(c_high={high:g})" for high in high_values(config)]
     names += [f"N(c_low={low:g})" for low in low_values(config)]
+    sums = _total_row("contribution sums", theirs.sums, ours.sums, relative, absolute, names)
     return [
         _token_row("log-probs", said.log_probs, tokens.log_probs, samples, tolerances),
         _token_row("entropies", said.entropies, tokens.entropies, samples, tolerances),
-        _total_row("contribution sums", theirs.sums, ours.sums, relative, absolute, names),
-        _bounds_row(theirs, ours, config, tolerances),
+        sums,
+        _bounds_row(theirs, ours, config, sums),
         _total_row("loss", theirs.loss, ours.loss, relative, absolute),
         _total_row("gradient norm", theirs.grad_norm, ours.grad_norm, tolerances.norm_relative, absolute),
     ]
@@ -337,14 +330,17 @@ def _total_row(
     )
 
 
-def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> QuantityRow:
+def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, sums: QuantityRow) -> QuantityRow:
+    """Return the row of the bounds. Unequal ones are a tie if each layout's follow from its own contribution
+    sums, and these agree: the search stops where a contribution reaches the target, so rounding decides."""
     there, here = np.array([theirs.low, theirs.high]), np.array([ours.low, ours.high])
     verdict: Literal["ok", "tie", "DIFFERS"] = "ok"
     detail = ""
     if not np.array_equal(there, here):
         detail = f"({there[0]:g}, {there[1]:g}) in the reference, ({here[0]:g}, {here[1]:g}) here"
-        tie = _tie_reason(theirs, ours, config, tolerances)
-        verdict, detail = ("tie", f"{detail}: {tie}") if tie else ("DIFFERS", detail)
+        is_tie = sums.verdict == "ok" and _follow(theirs, config) and _follow(ours, config)
+        verdict = "tie" if is_tie else "DIFFERS"
+        detail += ", by contribution sums that agree" if is_tie else ""
     return QuantityRow(
         "bounds (low, high)",
         f"{theirs.low:g}, {theirs.high:g}",
@@ -356,36 +352,10 @@ def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: 
     )
 
 
-def _tie_reason(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> str:
-    """Return why unequal bounds are a tie, i.e. follow from sums that agree; "" if they are not a tie.
-
-    The search stops at the first pair of bounds whose contribution reaches the target. Where one search
-    stopped and the other continued, both contributions must be so close to the target that the tolerated
-    differences of P and N can carry them across it.
-    """
-    sums = [totals.sums for totals in (theirs, ours)]
-    if not all(np.isfinite(total).all() for total in sums):
-        return ""
-    searched = [search_bounds(total.tolist(), config) for total in sums]
-    if [(total.low, total.high) for total in searched] != [
-        (total.low, total.high) for total in (theirs, ours)
-    ]:
-        return ""  # the bounds do not follow from their own sums
-    earlier = min(searched, key=lambda bounds: bounds.rounds)
-    contributions = [_contribution(total, earlier, config) for total in sums]
-    reach = 2 * tolerances.total_relative * config.target
-    if any(not abs(value - config.target) <= reach for value in contributions):
-        return ""
-    return (
-        f"at ({earlier.low:g}, {earlier.high:g}) the contributions {contributions[0]:.9g} and "
-        f"{contributions[1]:.9g} lie within the sums' tolerance of the target {config.target:g}"
-    )
-
-
-def _contribution(sums: np.ndarray, bounds: Bounds, config: BoundsConfig) -> float:
-    highs = high_values(config)
-    low = len(highs) + low_values(config).index(bounds.low)
-    return positive_share(float(sums[highs.index(bounds.high)]), float(sums[low]), config.share)
+def _follow(totals: Totals, config: BoundsConfig) -> bool:
+    """Whether a layout's bounds are those that its contribution sums give."""
+    found = search_bounds(totals.sums.tolist(), config)
+    return (found.low, found.high) == (totals.low, totals.high)
 
 
 def _worst(reference: np.ndarray, apart: np.ndarray) -> tuple[float, float]:

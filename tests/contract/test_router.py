@@ -139,8 +139,8 @@ def test_the_doctor_distinguishes_servers_from_a_router(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(stack.key_file))
-    shape = json.loads((stack.model / "config.json").read_text())
-    recipe = facts(*(server.url for server in stack.servers), longest_sequence=4088, model=shape)
+    recipe = facts(*(server.url for server in stack.servers))
     assert {row.state for row in server_rows(recipe)} == {"ok"}
     (row,) = server_rows(replace(recipe, urls=[stack.router.url]))
-    assert row.found == "a router, which takes no weights"
+    assert (row.state, row.found) == ("problem", "answers, and has no /ready")
+    assert "for a router its servers" in row.fix

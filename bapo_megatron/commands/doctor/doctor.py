@@ -23,7 +23,7 @@ USAGE = """\
 usage: bapo doctor [RECIPE] [flags of the recipe] [--json]
 
 What is installed, what the machine grants, what is missing, and the line that mends it. With a recipe: also
-what would stop it, and whether the servers that it names are there and fit it. Exit code 1 if a run could not
+what would stop it, and whether the servers that it names can be used. Exit code 1 if a run could not
 start. `bapo train RECIPE --help` lists the flags.
 """
 

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bapo_megatron.commands.doctor.environments import first_prompts, try_environments
 from bapo_megatron.commands.doctor.rows import DoctorRow, State, one_line
@@ -57,10 +57,6 @@ class RecipeFacts:
     """Interpreter of SGLang's environment, if the recipe names one."""
     on_update: str = ""
     sync: str = "disk"
-    longest_sequence: int = 0
-    dtype: str = ""
-    model: dict[str, Any] | None = None
-    """The model's `config.json`; None if unreadable."""
     disk_gb: float | None = None
     """Size of the finished run directory in GB."""
     api_key_file: str | None = None
@@ -68,8 +64,6 @@ class RecipeFacts:
     require_api_key: bool = False
     colocated: bool = False
     """Whether the servers share the trainer's GPUs."""
-    needs_routes: bool = False
-    """Whether the run asks servers for each token's experts (``rollout.route_replay``)."""
 
 
 def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], RecipeFacts | None]:
@@ -266,23 +260,10 @@ def facts_of(config: RunConfig) -> RecipeFacts:
         on_update=sglang.on_update,
         sync=sglang.sync,
         colocated=sglang.colocated,
-        needs_routes=rollout.route_replay != "off",
-        longest_sequence=config.longest_request,
-        dtype=config.model.dtype,
-        model=read_model_config(config.model.hf_path),
         disk_gb=_disk_gb(config),
         api_key_file=None if sglang.api_key_file is None else str(sglang.api_key_file),
         require_api_key=sglang.require_api_key,
     )
-
-
-def read_model_config(folder: Path) -> dict[str, Any] | None:
-    """Return a model's ``config.json`` with its ``text_config`` merged in; None if unreadable."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        return {**(config.get("text_config") or {}), **config}
-    except (OSError, ValueError):
-        return None
 
 
 def _disk_gb(config: RunConfig) -> float | None:

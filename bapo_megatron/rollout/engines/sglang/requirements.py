@@ -35,9 +35,6 @@ records routes only if it chooses experts outside the kernel. Its Blackwell defa
 ``flashinfer_trtllm`` (``_qwen3_moe_family_overrides``), chooses inside: every route would be zeros
 (``bind_runner_backend`` in layers/moe/topk.py). The Hopper default is this kernel."""
 
-CHOOSING_KERNELS = ("flashinfer_trtllm", "experimental_sgl_trtllm", "triton_kernel", "flashinfer_mxfp4")
-"""Expert kernels (``moe_runner_backend``) that choose experts inside and so return no routes."""
-
 IN_PLACE = ("disable_radix_cache", "disable_overlap_schedule")
 """Settings (fields of ``ServerArgs``, flags with dashes) of servers with ``on_update=in_place``. With a
 prefix cache, keys and values of old weights would serve new requests. With the overlap scheduler, an in-place
@@ -62,14 +59,6 @@ new tokens (``init_req_max_new_tokens`` in scheduler.py) and refuses inputs of c
 def install_command() -> str:
     """Return the command that installs the tested SGLang on this machine."""
     return "make cluster" if should_have_gpu() else "make sglang"
-
-
-def prefill_graph(settings: Mapping[str, Any]) -> str | None:
-    """Return the prefill CUDA graph backend in a server's settings (``/server_info``); None if absent."""
-    graphs = settings.get("cuda_graph_config")
-    prefill = graphs.get("prefill") if isinstance(graphs, Mapping) else None
-    backend = prefill.get("backend") if isinstance(prefill, Mapping) else None
-    return backend if isinstance(backend, str) else None
 
 
 def drafting(settings: Mapping[str, Any]) -> str | None:

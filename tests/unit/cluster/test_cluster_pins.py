@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from bapo_megatron.commands.doctor.packages import SGLANG, TRAINING, canonical, pins
+from bapo_megatron.commands.doctor.packages import SGLANG, TRAINING, pins
 from bapo_megatron.trainer.kernel_check import FLA
 from bapo_rehearsal.te_sources import VERSIONS
 from tests.support.once import made_once
@@ -39,7 +40,7 @@ def pinned(name: str | Path, python: str = PYTHONS[-1]) -> dict[str, str]:
     """Versions in a file of cluster/ for ``python``; extras in brackets are left out."""
     lines = (line.partition("#")[0].strip() for line in (CLUSTER / name).read_text().splitlines())
     return {
-        canonical(one.name): str(one.specifier).removeprefix("==")
+        canonicalize_name(one.name): str(one.specifier).removeprefix("==")
         for one in wanted_by(filter(None, lines), python)
     }
 
@@ -54,7 +55,7 @@ def wanted_by(lines: Iterable[str], python: str, extra: str = "") -> list[Requir
 def requirements(distribution: str) -> dict[str, SpecifierSet]:
     """What an installed package requires, extras included, by canonical name."""
     found = [Requirement(line) for line in metadata.requires(distribution) or []]
-    return {canonical(one.name): one.specifier for one in found}
+    return {canonicalize_name(one.name): one.specifier for one in found}
 
 
 def test_the_servers_compiler_and_its_headers_are_of_one_cuda() -> None:
@@ -129,9 +130,9 @@ def test_the_trainers_environment_has_the_tasks_that_the_gpu_study_draws_by_defa
 ) -> None:
     """`make gpu-study` needs no network then: reasoning-gym and what it imports are there from the start."""
     assert "reasoning-gym champ-dataset" in (CLUSTER / "install.sh").read_text()
-    installed = {canonical(Requirement(line).name) for line in package["extras_require"]["cluster"]}
+    installed = {canonicalize_name(Requirement(line).name) for line in package["extras_require"]["cluster"]}
     needs = [Requirement(line) for line in metadata.requires("reasoning-gym") or []]
-    missing = {canonical(one.name) for one in needs if one.marker is None} - installed
+    missing = {canonicalize_name(one.name) for one in needs if one.marker is None} - installed
     # pycosat is stood in for; torch needs sympy, transformers pyyaml.
     assert missing == {"pycosat", "pyyaml", "sympy"}
 
@@ -184,7 +185,7 @@ def resolve(pip: Path, folder: Path, python: str, *wanted: str) -> dict[str, dic
     done = run_pip(pip, "install", "--quiet", *how, "--report", str(report), *wanted, python=python)
     assert done.returncode == 0, done.stderr
     installed = [one["metadata"] for one in json.loads(report.read_text())["install"]]
-    return {canonical(one["name"]): one for one in installed}
+    return {canonicalize_name(one["name"]): one for one in installed}
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from bapo_megatron.commands.doctor.packages import BOARDS, PACKAGES
 from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer import preflight
@@ -102,14 +101,13 @@ def stored(params: dict[str, str]) -> Any:
 
 
 def test_each_board_has_one_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a run's message, in `bapo doctor`, and in the extra of setup.py."""
+    """In a run's message, and in the extra of setup.py."""
     given: dict[str, Any] = {}
     monkeypatch.setattr("setuptools.setup", given.update)
     runpy.run_path("setup.py")
     lines = [line for name, line in preflight._INSTALLS.items() if name != "tensorboard"]
     assert [word.strip('"') for line in lines for word in line.split()] == given["extras_require"]["trackers"]
     assert preflight._INSTALLS["tensorboard"].strip('"') in given["install_requires"]
-    assert [one.install for one in PACKAGES if one.purpose == BOARDS] == lines
 
 
 def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

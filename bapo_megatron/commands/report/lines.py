@@ -1,8 +1,7 @@
 """matplotlib artists of a report's plots: a run's curve by step, a distribution by ratio, Eq. 6's prediction.
 
 ``line_of`` computes a curve (``Line``); ``draw_line`` and ``draw_distribution`` draw on axes. A curve has a
-thin line of single values and a thick one of their moving mean. Means of fewer than ``FEW_TOKENS`` tokens,
-mostly chance, are left out where others have more.
+thin line of single values and a thick one of their moving mean.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ import numpy as np
 from matplotlib.ticker import NullLocator
 
 from bapo_megatron.commands.report.data import RunRecord, Series, moving_mean, smoothing_window
-from bapo_megatron.commands.report.panels import Curve, Panel
+from bapo_megatron.commands.report.panels import Panel
 from bapo_megatron.commands.report.series import (
     FEW_TOKENS,
     RATIO_CENTRES,
     prediction,
     ratio_profile,
     ratio_tokens,
-    tokens_averaged,
 )
 
 MOST_UPDATES = 2000
@@ -46,32 +44,13 @@ class Line:
         return np.concatenate([thin if panel.y_scale == "spikes" else _without_outliers(thin), thick])
 
 
-def line_of(run: RunRecord, curve: Curve) -> Line:
+def line_of(run: RunRecord, metric: str) -> Line:
     """Return a metric's values by update and their moving mean by step. Without values by update, or with
-    more than ``MOST_UPDATES``, the values are by step, too. Of a curve that has a token share, values of few
-    tokens are left out, unless all are."""
-    mean, raw = run.by_step(curve.metric), run.by_update(curve.metric)
-    table = run.updates or run.steps
-    tokens = tokens_averaged(table, curve.share) if curve.share else None
-    if tokens is not None and (tokens >= FEW_TOKENS).any():
-        values = np.where(tokens >= FEW_TOKENS, table.column(curve.metric), np.nan)
-        mean = Series(mean.step, _step_means(mean.step, table.column("step"), values))
-        raw = Series(raw.step, values) if run.updates else mean
+    more than ``MOST_UPDATES``, the values are by step, too."""
+    mean, raw = run.by_step(metric), run.by_update(metric)
     if not np.isfinite(raw.value).any() or len(raw.value) > MOST_UPDATES:
         raw = mean
     return Line(raw, Series(mean.step, moving_mean(mean.value, smoothing_window(len(mean.value)))))
-
-
-def _step_means(steps: np.ndarray, at: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the mean of the finite values of each step's updates, whose steps are ``at``."""
-    place = {step: number for number, step in enumerate(steps.tolist())}
-    number = np.array([place.get(step, -1) for step in at.tolist()], int)
-    counted = (number >= 0) & np.isfinite(values)
-    sums, counts = (
-        np.bincount(number[counted], summed[counted], len(steps)) for summed in (values, np.ones(len(at)))
-    )
-    means: np.ndarray = np.divide(sums, counts, out=np.full(len(steps), np.nan), where=counts > 0)
-    return means
 
 
 def draw_line(axes: Any, line: Line, colour: str, style: Any, label: str | None = None) -> None:

@@ -26,14 +26,12 @@ _REWARD_BY_TURN = "environment/reward_turn_"
 
 @dataclass(frozen=True)
 class Curve:
-    """Curve of a panel: metric, colour, label, style, and the metric of its token share, if it has one."""
+    """Curve of a panel: metric, colour, label and style."""
 
     metric: str
     colour: str = NEUTRAL
     label: str | None = None
     dashed: bool = False
-    share: str | None = None
-    """Metric of the share of tokens that the value averages; values of few are left out."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,7 @@ def _quadrants(what: str) -> tuple[Curve, ...]:
         ("negative_low", NEGATIVE, "punished, unlikely", False),
     )
     return tuple(
-        Curve(
-            f"quadrant/{kind}/{what}",
-            colour,
-            label,
-            dashed,
-            f"quadrant/{kind}/tokens" if what == "clipped" else None,  # contributions are shares of one sum
-        )
-        for kind, colour, label, dashed in kinds
+        Curve(f"quadrant/{kind}/{what}", colour, label, dashed) for kind, colour, label, dashed in kinds
     )
 
 
@@ -252,7 +243,7 @@ PANELS = (
         "Clipped tokens by staleness",
         "share of the bucket",
         tuple(
-            Curve(f"staleness/{bucket}/clipped", colour, bucket, share=f"staleness/{bucket}/tokens")
+            Curve(f"staleness/{bucket}/clipped", colour, bucket)
             for bucket, colour in zip(BUCKETS, AGES, strict=True)
         ),
         "Tokens that the bounds clip, by age in updates. The older a token, the farther its ratio from 1.",

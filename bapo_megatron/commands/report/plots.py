@@ -138,7 +138,7 @@ def _draw(axes: Any, panel: Panel, run: RunRecord) -> None:
         elif axes.get_legend_handles_labels()[1]:
             axes.legend(loc="best", handlelength=0.5)
         return
-    lines = [(curve, line_of(run, curve)) for curve in panel.curves]
+    lines = [(curve, line_of(run, curve.metric)) for curve in panel.curves]
     for curve, line in lines:
         draw_line(axes, line, curve.colour, _DASHED if curve.dashed else "-", curve.label)
     axes.set_xlabel("step")
@@ -176,7 +176,7 @@ def _draw_compared(axes: Any, panel: Panel, runs: Sequence[RunRecord]) -> None:
     axes.set_xlabel("step")
     drawn: list[Line] = []
     for run, colour in zip(runs, COLOURS, strict=False):
-        lines = [line_of(run, curve) for curve in curves_of(panel, runs)]
+        lines = [line_of(run, curve.metric) for curve in curves_of(panel, runs)]
         for line, style in zip(lines, LINES, strict=False):
             draw_line(axes, line, colour, style)
         _mark_events(axes, run, colour, colour)

@@ -27,8 +27,7 @@ RATIO_CENTRES = np.array(
 
 
 FEW_TOKENS = 100
-"""Means over fewer tokens are not drawn: a share's standard error can exceed 0.05, and single tokens make
-spikes."""
+"""Ratio bins of fewer tokens are not drawn: a share's standard error can exceed 0.05."""
 
 NO_VALUE = "–"  # noqa: RUF001, the dash is meant
 
@@ -75,12 +74,6 @@ def ratio_tokens(run: RunRecord) -> np.ndarray | None:
     if np.isnan(tokens).all():
         return None
     return np.array([np.nansum(tokens * table.column(f"ratio/{name}/tokens")) for name in RATIO_BINS])
-
-
-def tokens_averaged(table: MetricTable, share: str) -> np.ndarray | None:
-    """Return the number of tokens behind each row's mean, given the metric ``share``; None if not counted."""
-    tokens: np.ndarray = table.column("policy/tokens") * table.column(share)
-    return None if np.isnan(tokens).all() else np.nan_to_num(tokens)
 
 
 Reading = Literal["covariance", "effect"]

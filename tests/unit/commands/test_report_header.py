@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from bapo_megatron.algo.bins import RATIO_BINS
 from bapo_megatron.algo.bounds import BoundsConfig, balanced, clip_higher, fixed, grpo, paper
+from bapo_megatron.commands.report import lines
 from bapo_megatron.commands.report.data import MetricTable, RunRecord, Series
 from bapo_megatron.commands.report.header import comparison_readings, facts, readings
 from bapo_megatron.commands.report.lines import (
@@ -125,17 +126,14 @@ def test_a_recipes_note_comes_first() -> None:
     assert len(comparison_readings([run_of(), run_of()])) == 1
 
 
-VALUE, SHARE = "kind/clipped", "kind/tokens"
-CURVE = Curve(VALUE, share=SHARE)
-PANEL = Panel("file", "title", "label", (CURVE,), "caption", "paper")
+VALUE = "kind/clipped"
+PANEL = Panel("file", "title", "label", (Curve(VALUE),), "caption", "paper")
 
 
-def plotted_run(*updates: tuple[int, float, float | None], tokens: float | None = 1000) -> RunRecord:
-    """Updates given as (step, share of tokens, value)."""
-    rows = [
-        {"step": step, SHARE: share, VALUE: value, "policy/tokens": tokens} for step, share, value in updates
-    ]
-    steps = [{"step": step, VALUE: 0.5} for step in sorted({step for step, *_ in updates})]
+def plotted_run(*updates: tuple[int, float | None]) -> RunRecord:
+    """Updates given as (step, value); the mean of each step is 0.5."""
+    rows = [{"step": step, VALUE: value} for step, value in updates]
+    steps = [{"step": step, VALUE: 0.5} for step in sorted({step for step, _ in updates})]
     return RunRecord(Path("run"), MetricTable(steps), MetricTable(rows), [], {})
 
 
@@ -143,21 +141,21 @@ def known(series: Series) -> dict[float, float]:
     return {x: y for x, y in zip(series.step.tolist(), series.value.tolist(), strict=True) if np.isfinite(y)}
 
 
-def test_few_tokens_make_no_spikes_in_a_curve() -> None:
-    """Step 1: 400 and 600 tokens at 0.1 and 0.3, and 1 token at 1, left out. Step 2: 2 tokens alone."""
-    run = plotted_run((1, 0.4, 0.1), (1, 0.001, 1.0), (1, 0.6, 0.3), (2, 0.002, 1.0), (2, 0.0, None))
-    line = line_of(run, CURVE)
-    assert list(known(line.thin).items()) == [(pytest.approx(1 / 3), 0.1), (1, 0.3)]  # steps of updates
-    assert known(line.thick) == {1: pytest.approx(0.2)}
-    assert line.shown(PANEL).tolist() == pytest.approx([0.1, 0.3, 0.2])  # the axis need not show the spike
-    norms = line_of(plotted_run(*((step, 1.0, 50.0 if step == 7 else 1.0) for step in range(200))), CURVE)
+def test_a_curve_has_single_updates_and_the_means_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates lie evenly before their step. Many of them, and those without values: the means of steps."""
+    run = plotted_run((1, 0.1), (1, 0.3), (2, 1.0), (2, None))
+    line = line_of(run, VALUE)
+    assert known(line.thin) == {0.5: 0.1, 1: 0.3, 1.5: 1.0}
+    assert known(line.thick) == {1: 0.5, 2: 0.5}
+    assert known(line_of(plotted_run((1, None), (2, None)), VALUE).thin) == {1: 0.5, 2: 0.5}
+    monkeypatch.setattr(lines, "MOST_UPDATES", 3)
+    assert known(line_of(run, VALUE).thin) == {1: 0.5, 2: 0.5}
+
+
+def test_one_outlier_does_not_flatten_a_curve() -> None:
+    norms = line_of(plotted_run(*((step, 50.0 if step == 7 else 1.0) for step in range(200))), VALUE)
     assert norms.shown(PANEL).max() < 50.0
     assert norms.shown(replace(PANEL, y_scale="spikes")).max() == 50.0
-    few = line_of(plotted_run((1, 0.05, 0.2), (2, 0.05, 0.4)), CURVE)  # throughout
-    assert known(few.thin) == {1: 0.2, 2: 0.4}
-    uncounted = line_of(plotted_run((1, 0.001, 0.2), (2, 0.001, 0.4), tokens=None), CURVE)
-    assert known(uncounted.thin) == {1: 0.2, 2: 0.4}
-    assert known(uncounted.thick) == {1: 0.5, 2: 0.5}  # the steps' own means
 
 
 def test_a_value_between_gaps_is_seen() -> None:

@@ -53,12 +53,12 @@ def line_of(run: RunRecord, metric: str) -> Line:
     return Line(raw, Series(mean.step, moving_mean(mean.value, smoothing_window(len(mean.value)))))
 
 
-def draw_line(axes: Any, line: Line, colour: str, style: Any, label: str | None = None) -> None:
+def draw_line(axes: Any, line: Line, colour: str, style: Any) -> None:
     """Draw the values as a thin line and their moving mean as a thick one."""
     known = np.isfinite(line.thick.value)
     thick = {"color": colour, "linestyle": style, "linewidth": 2, **_markers(known)}
     axes.plot(line.thin.step, line.thin.value, color=colour, linewidth=0.8, alpha=0.3)
-    axes.plot(line.thick.step, line.thick.value, label=label if known.any() else None, **thick)
+    axes.plot(line.thick.step, line.thick.value, **thick)
 
 
 def _markers(known: np.ndarray) -> dict[str, Any]:

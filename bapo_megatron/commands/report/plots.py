@@ -7,7 +7,7 @@ style. matplotlib loads slowly, so import this module only to draw.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
@@ -36,6 +36,8 @@ from bapo_megatron.runtime.files import write_atomically
 _INK = "#2b2f36"
 _PALE_INK = "#6b7280"
 _GRID = "#dfe2e7"
+_OF_LINES = "#9aa1ab"
+"""Colour of the lines in a comparison's legend that stand for a style."""
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -70,32 +72,19 @@ TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11.5, "fontweight": "bold"}
 _SPIKE_RATIO = 20
 """Above this ratio of maximum to median the axis is logarithmic."""
 _RATIO_TICKS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 5, 10)
-_PLAIN_TITLE_PAD, _LEGEND_TITLE_PAD = 10, 25
-"""Points between a title and its axes, without and with a legend in between."""
 _SHORT_NAME, _LONGEST_LINE = 20, 54
 """Characters of the longest name that allows two legend columns, and of one line of a name."""
 _LINE_INCHES = 0.18
 """Height of a legend line."""
-_TWO_ROWS, _TWO_ROWS_TITLE_PAD = 4, 33
-"""Number of curves with a two-row legend, and the points between title and axes then."""
-
-
-def _title_pad(panel: Panel) -> int:
-    if len(panel.curves) == _TWO_ROWS:
-        return _TWO_ROWS_TITLE_PAD
-    return _LEGEND_TITLE_PAD if len(panel.curves) > 1 else _PLAIN_TITLE_PAD
 
 
 def draw_panel(panel: Panel, runs: Sequence[RunRecord], folder: Path) -> bytes:
     """Draw a panel as a PNG with legend into ``folder``; return it as an SVG for the page."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5, 3.2), layout="constrained")
-        axes = figure.subplots()
-        if len(runs) == 1:
-            _draw(axes, panel, runs[0])
-        else:
-            _draw_compared(axes, panel, runs)
-            _add_legend(figure, [*_run_handles(runs), *_line_handles(panel, runs)])
+        _draw(figure.subplots(), panel, runs)
+        if len(handles := [*_run_handles(runs), *_line_handles(panel, runs)]) > 1:
+            _add_legend(figure, handles)
         write_png(figure, folder / f"{panel.file}.png", 200)
         figure.set_layout_engine("none")  # the layout is final; computing it again is slow
         vector = BytesIO()
@@ -103,19 +92,14 @@ def draw_panel(panel: Panel, runs: Sequence[RunRecord], folder: Path) -> bytes:
         return vector.getvalue()
 
 
-def curves_of(panel: Panel, runs: Sequence[RunRecord]) -> list[Curve]:
-    """Return the curves of a panel to draw for ``runs``."""
-    every = panel.compared is None or len(runs) == 1
-    return [curve for place, curve in enumerate(panel.curves) if every or place in (panel.compared or ())]
-
-
 def draw_overview(run: RunRecord, path: Path) -> None:
     """Draw the overview panels as one PNG with two rows, for a README."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15, 7), layout="constrained")
         for axes, panel in zip(figure.subplots(2, len(OVERVIEW) // 2).flat, OVERVIEW, strict=True):
-            _draw(axes, panel, run)
-            axes.set_title(panel.title, pad=_LEGEND_TITLE_PAD, **TITLE)  # equal, to align titles
+            _draw(axes, panel, [run])
+            if handles := _line_handles(panel, [run]):
+                axes.legend(handles=handles, loc="best", fontsize=8)
         write_png(figure, path, 130)
 
 
@@ -126,25 +110,40 @@ def write_png(figure: Figure, path: Path, dpi: int) -> None:
     write_atomically(path, picture.getvalue())
 
 
-# --- one run -------------------------------------------------------------------------------------
+# --- the curves ----------------------------------------------------------------------------------
 
 
-def _draw(axes: Any, panel: Panel, run: RunRecord) -> None:
-    axes.set_title(panel.title, pad=_title_pad(panel), **TITLE)
+def _draw(axes: Any, panel: Panel, runs: Sequence[RunRecord]) -> None:
+    axes.set_title(panel.title, pad=10, **TITLE)
     axes.set_ylabel(panel.y_label)
+    single = len(runs) == 1
+    coloured = list(zip(runs, (NEUTRAL,) if single else COLOURS, strict=False))
     if panel.distribution:
-        if not draw_distribution(axes, panel, [(run, NEUTRAL)]):
+        if not draw_distribution(axes, panel, coloured):
             nothing_measured(axes)
-        elif axes.get_legend_handles_labels()[1]:
+        elif single and axes.get_legend_handles_labels()[1]:
             axes.legend(loc="best", handlelength=0.5)
         return
-    lines = [(curve, line_of(run, curve.metric)) for curve in panel.curves]
-    for curve, line in lines:
-        draw_line(axes, line, curve.colour, _DASHED if curve.dashed else "-", curve.label)
     axes.set_xlabel("step")
-    shaded = bands(panel, run)
-    if _frame(axes, panel, [run], [line for _, line in lines], shaded):
-        _annotate(axes, panel, run, shaded)
+    drawn: list[Line] = []
+    for run, colour in coloured:
+        for curve, style in _styled(panel, runs):
+            drawn.append(line_of(run, curve.metric))
+            draw_line(axes, drawn[-1], curve.colour if single else colour, style)
+        _mark_events(axes, run, *((_PALE_INK, NEGATIVE) if single else (colour, colour)))
+    shaded = bands(panel, runs[0]) if single else []
+    if _frame(axes, panel, runs, drawn, shaded):
+        for band in shaded:
+            draw_band(axes, band)
+
+
+def _styled(panel: Panel, runs: Sequence[RunRecord]) -> Iterator[tuple[Curve, Any]]:
+    """Yield the curves of a panel to draw for ``runs``, and their line styles."""
+    if len(runs) == 1:
+        yield from ((curve, _DASHED if curve.dashed else "-") for curve in panel.curves)
+        return
+    places = range(len(panel.curves)) if panel.compared is None else panel.compared
+    yield from zip((panel.curves[place] for place in places), LINES, strict=False)
 
 
 def _frame(
@@ -163,25 +162,7 @@ def _frame(
     return bool(len(values))
 
 
-# --- several runs --------------------------------------------------------------------------------
-
-
-def _draw_compared(axes: Any, panel: Panel, runs: Sequence[RunRecord]) -> None:
-    axes.set_title(panel.title, pad=_PLAIN_TITLE_PAD, **TITLE)
-    axes.set_ylabel(panel.y_label)
-    if panel.distribution:
-        if not draw_distribution(axes, panel, list(zip(runs, COLOURS, strict=False))):
-            nothing_measured(axes)
-        return
-    axes.set_xlabel("step")
-    drawn: list[Line] = []
-    for run, colour in zip(runs, COLOURS, strict=False):
-        lines = [line_of(run, curve.metric) for curve in curves_of(panel, runs)]
-        for line, style in zip(lines, LINES, strict=False):
-            draw_line(axes, line, colour, style)
-        _mark_events(axes, run, colour, colour)
-        drawn += lines
-    _frame(axes, panel, runs, drawn, [])
+# --- the legend ----------------------------------------------------------------------------------
 
 
 def _add_legend(figure: Figure, handles: Sequence[Line2D]) -> None:
@@ -195,6 +176,8 @@ def _add_legend(figure: Figure, handles: Sequence[Line2D]) -> None:
 
 
 def _run_handles(runs: Sequence[RunRecord]) -> list[Line2D]:
+    if len(runs) == 1:
+        return []
     return [
         Line2D([], [], color=colour, linewidth=2, label=_drawable(run.name))
         for run, colour in zip(runs, COLOURS, strict=False)
@@ -207,38 +190,18 @@ def _drawable(name: str) -> str:
 
 
 def _line_handles(panel: Panel, runs: Sequence[RunRecord]) -> list[Line2D]:
-    curves = curves_of(panel, runs)
-    if len(curves) < 2:
+    styled = list(_styled(panel, runs))
+    if len(styled) < 2:
         return []
     return [
-        Line2D([], [], color="#9aa1ab", linewidth=2, linestyle=line, label=curve.label)
-        for curve, line in zip(curves, LINES, strict=False)
+        Line2D(
+            [], [], color=_OF_LINES if runs[1:] else one.colour, linewidth=2, linestyle=line, label=one.label
+        )
+        for one, line in styled
     ]
 
 
 # --- axes ---------------------------------------------------------------------------------------
-
-
-def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> None:
-    for band in shaded:
-        draw_band(axes, band)
-    _mark_events(axes, run, _PALE_INK, NEGATIVE)
-    if len(panel.curves) > 1:
-        crowded = len(panel.curves) > 3
-        legend = axes.legend(
-            loc="lower left",
-            bbox_to_anchor=(0, 1.01),
-            ncols=len(panel.curves) if len(panel.curves) != _TWO_ROWS else 2,
-            borderpad=0.2,
-            borderaxespad=0,
-            handlelength=2.2 if any(curve.dashed for curve in panel.curves) else 1.2,
-            columnspacing=0.8 if crowded else 1.2,
-            labelspacing=0.1,
-            fontsize=7.5 if crowded else 9,
-        )
-        for handle in legend.legend_handles:
-            handle.set_marker("")  # a marker would hide a dash
-        legend.set_in_layout(False)  # the title's pad reserves its place
 
 
 def _mark_events(axes: Any, run: RunRecord, resume: str, loss: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,31 @@ def test_long_names_do_not_squeeze_a_plot(name: str, tmp_path: Path, monkeypatch
     [legend] = [legend.get_window_extent() for legend in figure.legends]
     assert figure.bbox.x0 <= legend.x0 < legend.x1 <= figure.bbox.x1
     assert figure.bbox.y0 <= legend.y0
+
+
+def test_a_legend_names_the_curves_of_one_run_and_the_runs_of_a_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run has the panel's colours, each of several its own, and the curves line styles."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plots, "write_png", lambda figure, _path, _dpi: drawn.append(figure))
+    clipped = next(panel for panel in PANELS if panel.file == "quadrant_clipped")
+    steps = MetricTable([{"step": 1, **{curve.metric: 0.5 for curve in clipped.curves}}])
+    runs = [RunRecord(tmp_path, steps, MetricTable([]), [], {"name": name}) for name in ("a", "b")]
+    for shown in (runs[:1], runs):
+        draw_panel(clipped, shown, tmp_path)
+    (one, several), labels = drawn, [curve.label for curve in clipped.curves]
+    assert [text.get_text() for text in one.legends[0].get_texts()] == labels
+    thick = [line for line in one.axes[0].lines if line.get_linewidth() == 2]
+    assert [line.get_color() for line in thick] == [curve.colour for curve in clipped.curves]
+    assert [line.is_dashed() for line in thick] == [curve.dashed for curve in clipped.curves]
+    assert [text.get_text() for text in several.legends[0].get_texts()] == ["a", "b"]
+    thick = [line for line in several.axes[0].lines if line.get_linewidth() == 2]
+    assert [line.get_color() for line in thick] == [*plots.COLOURS[:2]]
+    draw_panel(replace(clipped, compared=(1, 2)), runs, tmp_path)
+    assert [text.get_text() for text in drawn[2].legends[0].get_texts()] == ["a", "b", *labels[1:3]]
+    thick = [line for line in drawn[2].axes[0].lines if line.get_linewidth() == 2]
+    assert [line.is_dashed() for line in thick] == [False, True, False, True]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders() -> None:

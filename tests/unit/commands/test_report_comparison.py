@@ -126,6 +126,22 @@ def test_a_legend_names_the_curves_of_one_run_and_the_runs_of_a_comparison(
     assert [line.is_dashed() for line in thick] == [False, True, False, True]
 
 
+def test_ranges_are_of_one_run_and_resumes_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plots, "write_png", lambda figure, _path, _dpi: drawn.append(figure))
+    ratios = next(panel for panel in PANELS if panel.file == "clip_bounds")
+    steps = MetricTable([{"step": step, "bapo/clip_high": 2.0} for step in (1, 2, 3)])
+    resumed = [{"kind": "resume", "step": 2}]
+    run = RunRecord(tmp_path, steps, MetricTable([]), resumed, {"name": "a", **BOUNDS})
+    for shown in ([run], [run, run]):
+        draw_panel(ratios, shown, tmp_path)
+    told = [[text.get_text() for text in figure.axes[0].texts] for figure in drawn]
+    assert told == [["allowed range", "allowed range"], []]
+    marks = [[line for line in figure.axes[0].lines if [*line.get_xdata()] == [1.5, 1.5]] for figure in drawn]
+    assert list(map(len, marks)) == [1, 2]
+    assert all(mark.is_dashed() for mark in sum(marks, []))
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders() -> None:
     """Seeds of one recipe, a folder each: `bapo report seed1/demo seed2/demo`. All that was read stays."""
     held_out = MetricTable([{"step": 1, "eval/mean": 0.25}])

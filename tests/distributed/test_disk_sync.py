@@ -97,24 +97,23 @@ def _pushed(staged: Path, model: Path) -> dict[str, Any]:
     return {"took": sampler.took if sampler else [], "error": error, "drained": policy.ran_to_its_end}
 
 
-def _full(_shard: object, _bytes: Tensor) -> None:
+def _full(_shard: object, _name: str, _tensor: Tensor) -> None:
     raise OSError(28, "No space left on device")
 
 
-_close = weight_stream._Shard.close
+_complete = weight_stream._Shard.complete
 
 
-def _close_elsewhere(shard: weight_stream._Shard) -> int:
+def _complete_elsewhere(shard: weight_stream._Shard) -> None:
     """On a disk of its own: rank 0 does not see what is written."""
-    size = _close(shard)
+    _complete(shard)
     shard.path.unlink()
-    return size
 
 
 BROKEN: dict[str, tuple[str, Any] | None] = {
     "well": None,
-    "disk": ("append", _full),
-    "folder": ("close", _close_elsewhere),
+    "disk": ("add", _full),
+    "folder": ("complete", _complete_elsewhere),
 }
 
 

@@ -149,6 +149,25 @@ def test_shards_of_many_tensors(tmp_path: Path) -> None:
     assert list(second) == names[1000:]
 
 
+def test_files_of_a_writer_have_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_stream, "_SHARD_BYTES", 4)
+    weights = [(f"w{n}", torch.tensor(float(n))) for n in range(6)]
+    written = write_shards(weights, tmp_path, writer=1, writers=2)
+    names = {f"model-{number:05d}.safetensors": (f"w{number}",) for number in (1, 3, 5)}
+    assert {name: tensors for name, (_, tensors) in written.items()} == names
+    assert {path.name: path.stat().st_size for path in tmp_path.iterdir()} == {
+        name: size for name, (size, _) in written.items()
+    }
+
+
+def test_an_error_leaves_no_whole_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"weight b is of torch\.int64"):
+        write_shards([("a", torch.ones(50)), ("b", torch.zeros(1, dtype=torch.int64))], tmp_path)
+    [file] = tmp_path.iterdir()
+    with pytest.raises(Exception, match=r"(?i)header"):
+        load_file(file)
+
+
 CPU, GPU = ".venv-sglang/bin/python", ".venv-cluster-sglang/bin/python"
 
 

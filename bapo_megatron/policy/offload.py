@@ -144,9 +144,9 @@ class HostBlocks:
 
     def pieces(self, storages: Sequence[Tensor], first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pieces of the storages from ``first`` on, each with its view of a host block."""
-        place = sum(padded(data.numel()) for data in storages[:first])
+        place = sum(_padded(data.numel()) for data in storages[:first])
         for data in storages[first:]:
-            end, start = place + padded(data.numel()), 0
+            end, start = place + _padded(data.numel()), 0
             while start < data.numel():
                 number, offset = divmod(place, BLOCK)
                 length = min(data.numel() - start, BLOCK - offset)
@@ -208,7 +208,7 @@ def storages_of(tensors: Iterator[Tensor], but: Collection[int] = ()) -> list[Te
     return [bytes_of(tensor) for tensor in first.values()]
 
 
-def padded(nbytes: int) -> int:
+def _padded(nbytes: int) -> int:
     """Number of bytes, rounded up to the alignment of copies in a block."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 

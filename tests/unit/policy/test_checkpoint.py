@@ -1,80 +1,23 @@
-"""A policy's checkpoint: host copies of its tensors, digests over all ranks, the safe reader's limits."""
+"""A policy's checkpoint: digests over all ranks, the safe reader's limits."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import mmap
-import os
 import pickle
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.policy import background_save
-from bapo_megatron.policy.background_save import BLOCK, fork_reads, staged
 from bapo_megatron.policy.bit_digest import WEIGHTS, RankSums, merged
 from bapo_megatron.policy.optimizer_state import STATES
 from bapo_megatron.policy.stored_checkpoint import check_size
 from checkpoints_tools.archives.pickle_allow_list import load_pickle
 from checkpoints_tools.archives.torch_zip import read_archive
-
-
-def test_blocks_take_little_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One allocation each, rounded up to a power of two as pinned memory is, would take 1.8 times as much."""
-    allocated: list[int] = []
-    empty = torch.empty
-
-    def counted(size: int, **named: Any) -> Tensor:
-        allocated.append(size)
-        return empty(size, **named)
-
-    monkeypatch.setattr(torch, "empty", counted)
-    monkeypatch.setattr(background_save, "is_on_host", lambda _: False)
-    monkeypatch.setattr(background_save, "BLOCK", 2**16)
-    tensors = [torch.randn(n) for n in 40 * [17 * 256, 17 * 64, 17 * 16]]  # 17, 4.25 and 1.06 KiB
-    tensors.insert(0, torch.randn(2**16 + 1))  # larger than a block, and just above a power of two
-    tensors += [torch.randn(64, 32)[:, 3:9], torch.tensor(4.5), torch.zeros(0, 8)]
-    tensors += [torch.randn(7).bfloat16(), torch.arange(5)]
-    [(_, _, (_, copies))] = staged([("file", "key", ([], [("item", one) for one in tensors]))])
-    assert all(torch.equal(copy, one) for (_, copy), one in zip(copies, tensors, strict=True))
-    assert all(copy.untyped_storage().nbytes() == copy.nbytes for _, copy in copies), "a writer pickles it"
-    whole = sum(one.nbytes for one in tensors)
-    assert sorted(set(allocated)) == [2**16, 2**19]
-    assert whole <= sum(allocated) < 1.15 * whole
-    assert BLOCK == 2**28
-
-
-def test_copies_may_be_pageable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert fork_reads(address)
-    libc = ctypes.CDLL(None)
-    assert libc.madvise(ctypes.c_void_p(address), mmap.PAGESIZE, mmap.MADV_DONTFORK) == 0
-    assert not fork_reads(address)
-
-    with monkeypatch.context() as patched:  # an exception: the fork must not continue as a second trainer
-        patched.delattr(ctypes, "string_at")
-        number = os.getpid()
-        try:
-            reads = fork_reads(address)
-        finally:
-            if os.getpid() != number:
-                os._exit(0)
-        assert not reads
-    pinned = SimpleNamespace(data_ptr=lambda: address)
-    monkeypatch.setattr(background_save, "has_cuda", lambda: True)
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: pinned)
-    assert not background_save._pins.__wrapped__()
-    assert "a fork of this process cannot read pinned memory" in capsys.readouterr().err
-
 
 CUT, WHOLE, EXPERT = 10, 1000, 100_000
 STATE = {name: (number, 0, 0) for number, name in enumerate(STATES, 1)}

@@ -21,13 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.errors import CheckpointError
@@ -104,25 +106,28 @@ def _opened(path: Path) -> StoredCheckpoint:
 
 
 def _read(asked: dict[str, Any], stored: StoredCheckpoint) -> dict[str, Any]:
-    """Return the state ``asked`` for, read from ``stored``; a missing ``_extra_state`` becomes None. Raises
-    RuntimeError if anything else is missing or unreadable: torch's own error is not an Exception."""
+    """Return the state ``asked`` for, read from ``stored``, as ``dist_checkpointing.load`` would, but without
+    its readers of pickles. An ``_extra_state`` is not read: it is None. Raises RuntimeError if anything is
+    missing or unreadable: torch's own error is not an Exception."""
     keys = {name: list(part) for name, part in asked.items() if name.startswith("model")}
+    asked, state, factories = load_preprocess(asked)
+    tensors, _ = extract_matching_values(asked, lambda value: isinstance(value, ShardedTensor))
+    if lost := sorted({part.key for part in nested_values(tensors)} - stored.metadata.tensors.keys()):
+        raise RuntimeError(
+            f"the checkpoint in {stored.folder} lacks {len(lost)} parts that this model has, the first "
+            f"{lost[0]}: it is of another model"
+        )
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
     try:
-        with read_by(stored) as arguments:
-            state, _, absent = dist_checkpointing.load(
-                asked, str(stored.folder), strategy, strict=StrictHandling.RETURN_UNEXPECTED, **arguments
-            )
+        with read_by(stored):
+            loaded = strategy.load(tensors, stored.folder)
     except CheckpointException as error:
         for failure in error.failures.values():
             if isinstance(failure[0], CheckpointError):
                 raise failure[0] from None
         raise RuntimeError(f"the checkpoint in {stored.folder} cannot be read: {error}") from error
-    if lost := sorted(key for key in absent if "_extra_state" not in key):
-        raise RuntimeError(
-            f"the checkpoint in {stored.folder} lacks {len(lost)} parts that this model has, the first "
-            f"{lost[0]}: it is of another model"
-        )
+    state = merge(merge(stored.common, state), loaded)
+    apply_factory_merges(state, factories)
     for name, part in keys.items():
         for key in part:
             state[name].setdefault(key, None)

@@ -7,12 +7,10 @@ A policy runs on the releases permitted by setup.py; 0.16.1 and 0.19.2 are teste
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -47,33 +45,6 @@ def save_arguments() -> dict[str, str]:
 def writer_forks() -> bool:
     """Whether the checkpoint writer forks a process per file; from 0.17 on it uses threads."""
     return release() < (0, 17)
-
-
-@contextmanager
-def common_state(read: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Context manager in which ``dist_checkpointing.load`` gets the common state from ``read``.
-
-    Yields extra arguments of ``load``: before 0.17 a strategy reads the common state. Later releases use a
-    function, renamed in 0.19, which is patched.
-    """
-    if release() < (0, 17):
-        from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
-
-        class CommonState(TorchCommonLoadStrategy):  # type: ignore[misc]
-            def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-                return read()
-
-        yield {"common_strategy": CommonState()}
-        return
-    from megatron.core.dist_checkpointing import serialization
-
-    name = "load_common_state_dict" if release() >= (0, 19) else "load_common"
-    usual = getattr(serialization, name)
-    setattr(serialization, name, lambda _folder: read())
-    try:
-        yield {}
-    finally:
-        setattr(serialization, name, usual)
 
 
 def marks_cut_experts() -> bool:

@@ -1,5 +1,5 @@
 """A torch_dist folder that somebody else made: the policy refuses it on every rank in one line that names the
-file, and runs nothing of it."""
+file, or does not read what is hostile, and runs nothing of it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from tests.support.workers import run_layout
 pytestmark = pytest.mark.distributed
 
 PROOF = "PROOF"
+LOADED = "loaded"
 
 
 class Attack:
@@ -97,11 +98,8 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: torch.save({"args": Attack(folder)}, folder / COMMON),
         "common.pt: the common state names posix.system",
     ),
-    "call in a stored object": (
-        extra_state(lambda folder: [Attack(folder)]),
-        "_extra_state/shard_0_1 names posix.system",
-    ),
-    "pickle in an extra state": (extra_state(pickled), "_extra_state/shard_0_1 is not empty"),
+    "call in a stored object": (extra_state(lambda folder: [Attack(folder)]), LOADED),
+    "pickle in an extra state": (extra_state(pickled), LOADED),
     "file outside": (
         first_tensor(relative_path="../outside.distcp"),
         "lies in '../outside.distcp', which is not a file of the checkpoint",
@@ -118,11 +116,11 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
         "metadata.json names other backends",
     ),
 }
-"""The attacks, and what the message says of each."""
+"""The attacks, and what the message says of each, or LOADED."""
 
 
 def save_and_load_each(model: Path, root: Path) -> dict[str, str]:
-    """The message with which a policy refuses each attacked copy of its own checkpoint."""
+    """The message with which a policy refuses each attacked copy of its own checkpoint, or LOADED."""
     policy = small_policy(model, ParallelConfig(data=2))
     complete(policy.save(root / "whole"))
     found = {}
@@ -134,7 +132,7 @@ def save_and_load_each(model: Path, root: Path) -> dict[str, str]:
         dist.barrier()
         try:
             policy.load(folder, 0)
-            found[name] = "loaded"
+            found[name] = LOADED
         except CheckpointError as error:
             found[name] = str(error)
         except Exception as error:
@@ -165,7 +163,7 @@ def test_a_hostile_checkpoint_is_one_line_on_every_rank(
     assert ATTACKS[name][1] in first
     assert first == second
     assert first.isprintable()
-    assert str(folder / name / "policy") in first
+    assert first == LOADED or str(folder / name / "policy") in first
     assert not list(folder.rglob(PROOF))
 
 

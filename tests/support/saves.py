@@ -55,14 +55,12 @@ def complete(saving: Saving) -> None:
 
 @contextmanager
 def counting_reads() -> Iterator[list[int]]:
-    """The sizes in the files of all tensors and objects that this rank reads of a checkpoint."""
+    """The sizes in the files of all tensors that this rank reads of a checkpoint."""
     real, sizes = StoredReader.read_data, []
 
     def counted(reader: StoredReader, plan: Any, planner: Any) -> Any:
         for index in (item.storage_index for item in plan.items):
-            objects, chunk = reader._stored.metadata.objects, (index.fqn, tuple(index.offset or ()))
-            place = objects[index.fqn] if index.fqn in objects else reader._chunks[chunk].place
-            sizes.append(place.length)
+            sizes.append(reader._chunks[index.fqn, tuple(index.offset or ())].place.length)
         return real(reader, plan, planner)
 
     StoredReader.read_data = counted

@@ -221,8 +221,7 @@ def loads_of(path: Path) -> Iterator[str]:
             yield f"{called} without use_safetensors=True"
         elif given.get("trust_remote_code", "False") != "False" or given.get("weights_only") == "False":
             yield called
-        # With the arguments of ``read_by``, in whose context it reads by the safe reader.
-        elif called.endswith("dist_checkpointing.load") and given.get(None) != "arguments":
+        elif called.endswith("dist_checkpointing.load"):
             yield f"{called} with megatron's readers"
 
 

@@ -141,6 +141,20 @@ def save_and_load_each(model: Path, root: Path) -> dict[str, str]:
     return found
 
 
+def load_what_changes(model: Path, folder: Path) -> None:
+    """Load a checkpoint whose description becomes hostile once it was opened."""
+    policy, opened = small_policy(model), checkpoint._opened
+    complete(policy.save(folder))
+
+    def then_changed(path: Path) -> Any:
+        stored = opened(path)
+        ATTACKS["call in metadata"][0](path)
+        return stored
+
+    checkpoint._opened = then_changed
+    policy.load(folder, 0)
+
+
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]]]:
     """The folder of the attacked checkpoints, and what two ranks said of them."""
@@ -165,6 +179,12 @@ def test_a_hostile_checkpoint_is_one_line_on_every_rank(
     assert first.isprintable()
     assert first == LOADED or str(folder / name / "policy") in first
     assert not list(folder.rglob(PROOF))
+
+
+def test_no_other_reader_opens_a_checkpoint(tmp_path: Path) -> None:
+    model = save_tiny_model("qwen2", tmp_path / "model", num_hidden_layers=1)
+    run_layout(load_what_changes, ParallelConfig(), model, tmp_path / "policy")
+    assert not list(tmp_path.rglob(PROOF))
 
 
 def test_a_file_system_that_fails_one_rank_is_told_on_all(

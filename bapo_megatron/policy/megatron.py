@@ -36,7 +36,7 @@ from bapo_megatron.policy.experts import RouterCounters
 from bapo_megatron.policy.layout import chunk_layers
 from bapo_megatron.policy.model import build_chunks, transformer_config
 from bapo_megatron.policy.offload import FrozenReference, Offload
-from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step, implementation
+from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.passes import Passes
 from bapo_megatron.policy.weight_map import WeightMap
@@ -93,11 +93,6 @@ class MegatronPolicy:
     @property
     def data_rank(self) -> int:
         return int(parallel_state.get_data_parallel_rank())
-
-    @property
-    def optimizer_name(self) -> str:
-        """The AdamW implementation in use, for messages (``optimizer.implementation``)."""
-        return implementation(self._optimizer)
 
     @property
     def has_experts(self) -> bool:

@@ -38,7 +38,6 @@ from bapo_megatron.config import OptimizerConfig
 from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.runtime.device import environment_variable
 
-_OWNERS = {"transformer_engine": "Transformer Engine's", "apex": "apex's", "torch": "torch's"}
 _FUSED = {"fused": True, "foreach": False}
 """AdamW's fused CPU kernel: one pass over each parameter, on all cores."""
 BUCKET = 2**26
@@ -86,18 +85,6 @@ def _number_as_in_groups(part: Any) -> None:
     for group, entries in groups.items():
         for order, (_, _, parameter) in enumerate(sorted(entries, key=lambda entry: entry[:2])):
             part.model_param_group_index_map[parameter] = group, order
-
-
-def implementation(optimizer: Any) -> str:
-    """Return the name of the AdamW in use: Transformer Engine's, apex's, torch's, or torch's on the host."""
-    kinds = {type(part.optimizer) for part in optimizer.chained_optimizers if not part.is_stub_optimizer}
-    names = [
-        "torch's AdamW on the host"
-        if kind is HostAdamW
-        else f"{_OWNERS.get(kind.__module__.split('.')[0], kind.__module__)} {kind.__name__}"
-        for kind in kinds
-    ]
-    return " and ".join(sorted(names)) or "none on this rank"
 
 
 def clipped_step(optimizer: Any, clip_grad: float) -> float:

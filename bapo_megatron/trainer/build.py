@@ -75,14 +75,6 @@ class Run:
     watchdog: Watchdog
 
 
-def _tell_built(optimizer: str, weights: Path) -> None:
-    """Print the chosen optimizer, on a GPU or if it is not torch's, and the weights that were not loaded."""
-    if has_cuda() or not optimizer.startswith("torch's"):
-        print(f"optimizer: {optimizer}", file=sys.stderr, flush=True)
-    if left_out := left_out_text(weights):
-        print(f"note: {left_out}", file=sys.stderr, flush=True)
-
-
 @contextmanager
 def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> Iterator[Run]:
     """Context manager: the run of ``config``, new or resumed from its newest intact checkpoint. Collective.
@@ -93,8 +85,8 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
     """
     check_kernels(config.model, config.parallel)
     policy = build_policy(config)
-    if is_main():
-        _tell_built(policy.optimizer_name, config.model.hf_path)
+    if is_main() and (left_out := left_out_text(config.model.hf_path)):
+        print(f"note: {left_out}", file=sys.stderr, flush=True)
     hold_forwards, sources = config.batch.hold_forwards, config.data.source_names
     update_loss = UpdateLoss(config.algorithm, hold_forwards, sources, _keeps_keys(config))
     point = find_resume_point(config, begun)

@@ -39,13 +39,14 @@ def engine(processes: Callable[[str], TransformerEngineProcess]) -> TransformerE
 
 
 def what_is_taken(folder: Path) -> dict[str, Any]:
-    """The optimizer by our name for it, megatron's kernels over lists, and the classes of all norms."""
+    """The optimizer, megatron's kernels over lists, and the classes of all norms."""
     from megatron.core.optimizer import clip_grads, distrib_optimizer
 
     policy = small_policy(folder, dtype="bfloat16")
     modules = [one for chunk in policy._model for one in chunk.modules()]
+    kind = type(policy._optimizer.chained_optimizers[0].optimizer)
     return {
-        "optimizer": policy.optimizer_name,
+        "optimizer": (kind.__module__.split(".")[0], kind.__name__),
         "norm of gradients": clip_grads.l2_norm_impl.__module__,
         "step in the groups": distrib_optimizer.HAVE_APEX_OR_TE,
         "norms": {
@@ -58,12 +59,12 @@ def test_apex_gives_adam_and_list_kernels_only(apex: TransformerEngineProcess, t
     """Its Adam and its kernels over lists; none of its norms, which are LayerNorms. qwen3 has four kinds."""
     folder = save_tiny_model("qwen3", tmp_path)
     [found] = apex.run(what_is_taken, ONE, folder, choices=FUSED)
-    assert found["optimizer"] == "apex's FusedAdam"
+    assert found["optimizer"] == ("apex", "FusedAdam")
     assert found["step in the groups"]
     assert found["norm of gradients"].endswith("transformer_engine.layers")  # where amp_C has it from
     assert found["norms"] == {"bapo_megatron.policy.layers.RMSNorm"}
     [without] = apex.run(what_is_taken, ONE, folder, choices=TORCH)
-    assert without["optimizer"] == "torch's AdamW"
+    assert without["optimizer"] == ("torch", "AdamW")
     assert not without["step in the groups"]
     assert without["norm of gradients"] == "bapo_megatron.policy.device"
 

@@ -85,9 +85,6 @@ class Policy(Protocol):
     def load_reference(self, folder: Path) -> None:
         """Load the frozen reference policy, an HF folder of the policy's shape, into host memory. Local."""
 
-    def reference_digest(self) -> list[str]:
-        """Return digests of the reference weights, computed as in ``state_digest``. Collective."""
-
     def reference_log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
         """``log_probs`` of the trained tokens at the reference weights; the policy's own weights stay as they
         are."""

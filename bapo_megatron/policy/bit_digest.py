@@ -2,12 +2,12 @@
 
     digest = sum over elements of  bits(element) * row_factor * column_factor   modulo 2^64
 
-``state_digest`` (weights and optimizer) and ``weights_digest`` return it on every rank, as hex text; both are
-collective and gather only each rank's sums over its own shards. ``bits`` is the element's bit pattern as an
-integer; the factors are odd numbers derived from the parameter's name and the element's row and column in the
-*global* parameter, whichever rank holds it. Integers modulo 2^64 add exactly in any order, so neither NCCL's
-rings nor the layout change the sum. An odd factor is invertible: a change of one element always changes the
-digest; a change of several, such as a permutation, goes undetected with probability about 2^-32 at most.
+``state_digest`` returns it on every rank, as hex text; it is collective and gathers only each rank's sums
+over its own shards. ``bits`` is the element's bit pattern as an integer; the factors are odd numbers derived
+from the parameter's name and the element's row and column in the *global* parameter, whichever rank holds it.
+Integers modulo 2^64 add exactly in any order, so neither NCCL's rings nor the layout change the sum. An odd
+factor is invertible: a change of one element always changes the digest; a change of several, such as a
+permutation, goes undetected with probability about 2^-32 at most.
 """
 
 from __future__ import annotations
@@ -62,21 +62,12 @@ def state_digest(weights: WeightMap, optimizer: Any) -> dict[str, list[str]]:
     DP x CP ranks hold copies of the weights, TP ranks of some parameters, expert-DP ranks of the experts. A
     name has one digest if all copies agree; otherwise the digest of the checkpoint's copy comes first.
     """
-    return _merged_over_ranks(_sums(weights, optimizer), _steps(optimizer))
-
-
-def weights_digest(weights: WeightMap) -> list[str]:
-    """Digests of the weights alone: one if all copies agree, otherwise one per distinct copy. Collective."""
-    return _merged_over_ranks(_sums(weights, None), [])[WEIGHTS]
-
-
-def _merged_over_ranks(sums: dict[str, tuple[int, ...]], steps: list[int]) -> dict[str, list[str]]:
     own = RankSums(
         int(parallel_state.get_tensor_model_parallel_rank()),
         int(parallel_state.get_data_parallel_rank(with_context_parallel=True)),
         int(parallel_state.get_expert_data_parallel_rank()),
-        sums,
-        steps,
+        _sums(weights, optimizer),
+        _steps(optimizer),
     )
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
@@ -132,12 +123,12 @@ class _Copies:
         return [total + value for value in whole.values()]
 
 
-def _sums(weights: WeightMap, optimizer: Any | None) -> dict[str, tuple[int, ...]]:
-    """This rank's sums by name, as in ``RankSums``; without an optimizer, state sums are 0."""
+def _sums(weights: WeightMap, optimizer: Any) -> dict[str, tuple[int, ...]]:
+    """This rank's sums by name, as in ``RankSums``."""
     device = next(iter(weights.local.values())).device
     names = (WEIGHTS, *STATES)
     sums = torch.zeros(len(names), 3, dtype=torch.int64, device=device)
-    kept = dict(_kept_states(optimizer)) if optimizer is not None else {}
+    kept = dict(_kept_states(optimizer))
     for key, parameter in weights.local.items():
         mapping = weights.table[key[0]]
         rows, columns = factors(key, mapping, device)

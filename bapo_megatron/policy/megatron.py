@@ -8,7 +8,6 @@ saves, loads, offloads and gathers the weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from bapo_megatron.interfaces import NamedTensors
 from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy import device
 from bapo_megatron.policy.background_save import BackgroundSave
-from bapo_megatron.policy.bit_digest import state_digest, weights_digest
+from bapo_megatron.policy.bit_digest import state_digest
 from bapo_megatron.policy.device import has_cuda, release_cached_memory, select_device
 from bapo_megatron.policy.experts import RouterCounters
 from bapo_megatron.policy.layout import chunk_layers
@@ -131,20 +130,12 @@ class MegatronPolicy:
             self._weights.load(reader or HfReader(folder), self._chunks, self._tied)
         self._reference = reference
 
-    def reference_digest(self) -> list[str]:
-        with self._in_place_of_policy("reference_digest"):
-            return weights_digest(self._weights)
-
     def reference_log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
-        with self._in_place_of_policy("reference_log_probs"):
-            return self._passes.stats(batches, trained_only=True)
-
-    def _in_place_of_policy(self, what: str) -> AbstractContextManager[None]:
-        """Context manager that puts the reference's weights into the model. RuntimeError if none exist."""
-        self._offload.check_loaded(what)
+        self._offload.check_loaded("reference_log_probs")
         if self._reference is None:
-            raise RuntimeError(f"{what}: there is no reference; call load_reference() first")
-        return self._reference.in_place()
+            raise RuntimeError("reference_log_probs: there is no reference; call load_reference() first")
+        with self._reference.in_place():
+            return self._passes.stats(batches, trained_only=True)
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         total = values.to(self.device, copy=True)

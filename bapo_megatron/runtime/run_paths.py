@@ -84,8 +84,6 @@ class RunPaths:
         """Resolved configuration, with the format version."""
         self.fork = root / "fork.json"
         """Checkpoint of another run at which this one started."""
-        self.reference = root / "reference.json"
-        """Model of the frozen reference policy, with its weights' digest."""
         self.metrics = root / "metrics.jsonl"
         """Metrics of each step."""
         self.updates = root / "updates.jsonl"

@@ -43,7 +43,6 @@ from bapo_megatron.trainer.gpu_handover import GpuHandover
 from bapo_megatron.trainer.kernel_check import check_kernels
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from bapo_megatron.trainer.records.recorder import Recorder, recorded_end, sending_events
-from bapo_megatron.trainer.reference import load_reference, store_reference
 from bapo_megatron.trainer.resume import Begun, PartialStep, ResumePoint, check_restored, find_resume_point
 from bapo_megatron.trainer.suites import load_suites
 from bapo_megatron.trainer.update_loss import UpdateLoss
@@ -97,15 +96,14 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
         policy.load(saved.policy, saved.trainer["version"])
         update_loss.load_state(point.clipping_state(config))
     penalized = config.algorithm.reference_kl.enabled and point.has_work
-    reference = load_reference(config, policy) if penalized else None
+    if penalized:
+        policy.load_reference(config.algorithm.reference_kl.model or config.model.hf_path)
     with ExitStack() as opened:
         recorder = exports = sampler = servers = None
         if is_main():
             # First in, last out: the sampler and its servers record events until they close.
             recorder = opened.enter_context(_recorder(config, begun, point))
             preemption.record = recorder.event
-            if reference:
-                store_reference(config.paths, reference)
             exports = _exports(config, recorder)
             opened.enter_context(closing(exports))
         on_event = recorder.event if recorder else lambda _event: None

@@ -1,21 +1,20 @@
-"""Frozen reference policy of a run: loading, log-probs in each step, KL penalty in rewards.
+"""Frozen reference policy of a run: log-probs in each step, KL penalty in rewards.
 
-    start      load ``algorithm.reference_kl.model`` into host memory; compare its digest with the record's
+    start      ``open_run`` loads ``algorithm.reference_kl.model`` into host memory
     each step  before the first update: one forward-only pass; log pi_ref becomes a column of the samples
     reward     with ``place=reward``: new advantages, from R - beta sum_t k_t instead of R
 
-With ``algorithm.reference_kl.coefficient`` above 0, every rank calls ``load_reference`` at the start and
-``with_reference`` in each step. ``place=loss`` uses the column in the loss. Formulas, with the estimator k_t:
-``algo/reference_kl.py``. Checkpoints do not contain the reference: a resumed run loads it again.
+With ``algorithm.reference_kl.coefficient`` above 0, every rank calls ``with_reference`` in each step.
+``place=loss`` uses the column in the loss. Formulas, with the estimator k_t: ``algo/reference_kl.py``.
+Checkpoints do not contain the reference: a resumed run loads it again.
 ``check_teacher_log_probs`` is for distillation, whose teacher is the other frozen model: it raises RunStopped
 if a rollout lacks the teacher's log-probs. Shapes: ``_R`` response tokens.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -24,70 +23,15 @@ import torch
 from bapo_megatron.algo.advantages import Advantage, BranchReward, Rewards, branch_advantages
 from bapo_megatron.algo.reference_kl import response_penalty
 from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
-from bapo_megatron.checkpoint.run_directory import has_steps
-from bapo_megatron.config import RunConfig
 from bapo_megatron.data.samples import Sample, TrainingSample
-from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.errors import RunStopped
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
-from bapo_megatron.runtime.files import write_atomically
-from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.step_header import GroupHeader
 from bapo_megatron.trainer.corrections import measured_once, response_log_probs
 from bapo_megatron.types import StepHeader
 
 FIELD = "algorithm.reference_kl.model"
-"""Field of the reference folder: the name for ``--allow-change`` if its weights have changed."""
-
-
-@dataclass(frozen=True)
-class ReferenceRecord:
-    """Content of RUN/reference.json: folder, dtype and bit digest of the run's reference weights."""
-
-    model: str
-    """Its Hugging Face folder."""
-    dtype: str
-    """Dtype of the converted weights."""
-    weights: str
-    """Bit digest of the weights, equal at every layout (``policy/bit_digest.py``)."""
-
-
-def load_reference(config: RunConfig, policy: Policy) -> ReferenceRecord:
-    """Load the reference into ``policy``, compare it with the run's record, return the new one. Collective.
-    Raises ConfigError, on every rank, if the ranks read different weights, or if the run began with other
-    weights and ``allow_change`` does not name ``FIELD``."""
-    folder = config.algorithm.reference_kl.model or config.model.hf_path
-    policy.load_reference(folder)
-    digests = policy.reference_digest()
-    if len(digests) > 1:
-        raise ConfigError(
-            f"{FIELD}={folder}: the ranks have read different weights there (digests {', '.join(digests)}): "
-            "give all machines the same folder"
-        )
-    record = ReferenceRecord(str(folder), config.model.dtype, digests[0])
-    stored = broadcast_from_main(_read(config.paths) if is_main() else None)
-    if stored is None or (stored.dtype, stored.weights) == (record.dtype, record.weights):
-        return record
-    if FIELD not in config.allow_change:
-        raise ConfigError(
-            f"{FIELD}={folder} has other weights ({record.dtype}, digest {record.weights}) than the "
-            f"reference that the run {config.directory} began with, {stored.model} ({stored.dtype}, digest "
-            f"{stored.weights}): give that one, or to continue with another --allow-change {FIELD}"
-        )
-    return record
-
-
-def store_reference(paths: RunPaths, record: ReferenceRecord) -> None:
-    """Write RUN/reference.json atomically; on rank 0, at each start with a reference."""
-    write_atomically(paths.reference, json.dumps(asdict(record), indent=2) + "\n")
-
-
-def _read(paths: RunPaths) -> ReferenceRecord | None:
-    """Return the record of a run; None without one, or before the first finished step, until when settings
-    may change (``run_directory.check_same_run``)."""
-    if not paths.reference.exists() or not has_steps(paths.root):
-        return None
-    return ReferenceRecord(**json.loads(paths.reference.read_text()))
+"""Field of the reference folder."""
 
 
 def with_reference(

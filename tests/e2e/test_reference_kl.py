@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -11,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.forked_commands import ROOT
@@ -55,8 +53,6 @@ def test_the_penalty_keeps_the_policy_near_the_reference(held: Path, tmp_path: P
         assert np.mean(far[-4:]) > 1.5 * np.mean(near[-4:]) > 0
     row = read_jsonl(held / "metrics.jsonl")[-1]
     assert row["reference_kl/penalty"] == pytest.approx(row["reference_kl/k3"], rel=1e-5)
-    record = json.loads((held / "reference.json").read_text())
-    assert record["model"] == str(ROOT / "recipes/demo/policy")
     # Until the first update the runs are one: the journal knows nothing of the reference.
     one, other = (np.load(run / "journal/step_000001.npz", allow_pickle=False) for run in (held, free))
     assert one.files == other.files
@@ -79,7 +75,7 @@ def test_kill_9_and_restart_end_bitwise_equal(held: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_penalty_in_the_reward_changes_the_advantages_alone(tmp_path: Path) -> None:
-    """And a reference that changed since is refused by its digest, unless that is asked for."""
+    """And another reference is refused, unless that is asked for."""
     model, run_dir = (
         shutil.copytree(ROOT / "recipes/demo/policy_rambles", tmp_path / "model"),
         tmp_path / "run",
@@ -96,18 +92,10 @@ def test_a_penalty_in_the_reward_changes_the_advantages_alone(tmp_path: Path) ->
     first = [row["reference_kl/penalty"] * row["policy/tokens"] for row in rows if row["step"] == 1]
     assert sum(first[:2]) == pytest.approx(sum(first[2:]))  # at pi_old, in every pass over the batch
 
-    weights = load_file(model / "model.safetensors")
-    name = min(weights)
-    weights[name][0] += 1
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
-    refused = penalized(run_dir, 0.05, *flags)
-    output = output_of(refused)
-    assert refused.returncode == 2, output[-2000:]
-    assert f"algorithm.reference_kl.model={model} has other weights" in output
-    assert "--allow-change algorithm.reference_kl.model" in output
     another = f"--algorithm.reference-kl.model={ROOT / 'recipes/demo/policy'}"
     other = penalized(run_dir, 0.05, *flags[:-1], another)
     assert "algorithm.reference_kl.model: " in output_of(other)
     assert other.returncode == 2
-    finish(penalized(run_dir, 0.05, *flags, "--steps=3", "--allow-change=algorithm.reference_kl.model"))
+    allowed = "--allow-change=algorithm.reference_kl.model"
+    finish(penalized(run_dir, 0.05, *flags[:-1], another, "--steps=3", allowed))
     assert [row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")] == [1, 2, 3]

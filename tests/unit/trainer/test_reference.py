@@ -17,18 +17,14 @@ import torch
 from bapo_megatron.algo.advantages import grpo
 from bapo_megatron.config import (
     AlgorithmConfig,
-    DataConfig,
-    ModelConfig,
     ReferenceKlConfig,
     RunConfig,
     load_recipe,
 )
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer import reference
 from bapo_megatron.trainer.preflight import check_reference
-from bapo_megatron.trainer.reference import ReferenceRecord, load_reference, store_reference
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.batches import MemoryBatch, in_memory
@@ -127,40 +123,6 @@ def test_a_broken_reference_ends_the_step() -> None:
     samples = [reference.Sample(np.zeros(4, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), 1.0)]
     with pytest.raises(FloatingPointError, match="not finite: .* of the reference have"):
         reference.with_reference(Broken(), [samples], BATCH.header, config, 8, grpo)  # type: ignore[arg-type]
-
-
-def config_of(directory: Path, *allowed: str, model: Path | None = None) -> RunConfig:
-    settings = AlgorithmConfig(reference_kl=ReferenceKlConfig(0.1, model=model))
-    config = RunConfig("t", ModelConfig(POLICY, "float32"), DataConfig(Path("d")), run_dir=directory)
-    return dataclasses.replace(config, algorithm=settings, allow_change=allowed)
-
-
-def loading(*digests: str) -> Any:
-    """A policy whose reference has these digests."""
-    loaded: list[Path] = []
-    return SimpleNamespace(
-        load_reference=loaded.append, reference_digest=lambda: list(digests), loaded=loaded
-    )
-
-
-def test_other_weights_than_the_run_began_with_are_refused(tmp_path: Path) -> None:
-    policy = loading("a1")
-    record = load_reference(config_of(tmp_path), policy)
-    assert policy.loaded == [POLICY]
-    assert record == ReferenceRecord(str(POLICY), "float32", "a1")
-    store_reference(RunPaths(tmp_path), record)
-    assert json.loads((tmp_path / "reference.json").read_text())["weights"] == "a1"
-    assert load_reference(config_of(tmp_path), loading("b2")).weights == "b2"  # no step was made yet
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    elsewhere = tmp_path / "moved"
-    moved = load_reference(config_of(tmp_path, model=elsewhere), loading("a1"))
-    assert moved.model == str(elsewhere)  # the same weights in another folder
-    with pytest.raises(ConfigError, match=r"digest b2\) than .* digest a1\).*--allow-change algo"):
-        load_reference(config_of(tmp_path), loading("b2"))
-    allowed = config_of(tmp_path, "algorithm.reference_kl.model")
-    assert load_reference(allowed, loading("b2")).weights == "b2"
-    with pytest.raises(ConfigError, match=r"different weights .*digests a1, b2"):
-        load_reference(config_of(tmp_path), loading("a1", "b2"))
 
 
 def demo(**reference_kl: Any) -> RunConfig:

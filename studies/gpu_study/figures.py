@@ -53,8 +53,8 @@ def figures_of(run_dir: Path, steps: int) -> dict[str, float]:
         "positive_share": mean(np.sum(positive, axis=0)),
         "raised_tokens": mean(numbers(stale, "raised/tokens")),
         "moved": mean(numbers(stale, "bapo/bounds_moved")),
-        "clip_low": mean(numbers(stale, "bapo/clip_low_negative")),
-        "clip_high": mean(numbers(stale, "bapo/clip_high_positive")),
+        "clip_low": mean(numbers(stale, "bapo/clip_low")),
+        "clip_high": mean(numbers(stale, "bapo/clip_high")),
     }
 
 

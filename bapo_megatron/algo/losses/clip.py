@@ -15,7 +15,6 @@ Legend: ``_T`` tokens of a pack (a micro-batch), ``_G`` search groups of an upda
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
@@ -33,7 +32,7 @@ from bapo_megatron.algo.bounds import (
     sum_count,
 )
 from bapo_megatron.algo.losses import Loss, LossTerms, Search
-from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums, share
+from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums
 from bapo_megatron.algo.surrogate import (
     TokenBounds,
     clipped_tokens,
@@ -101,13 +100,15 @@ class SearchResult:
     """Whether all advantages in the search had one sign, with nothing to balance."""
 
     def metrics(self) -> dict[str, float]:
-        """Bounds and contribution by metric name."""
+        """Bounds, contribution and outcome by metric name, for each of the search's tokens."""
         return {
             "bapo/clip_low": self.bounds.low,
             "bapo/clip_high": self.bounds.high,
             "bapo/contribution": self.bounds.contribution,
             "bapo/rounds": float(self.bounds.rounds),
             "bapo/reached": float(self.bounds.reached),
+            "bapo/one_sign_tokens": float(self.one_sign),
+            "bapo/moved_tokens": float(self.bounds.rounds > 0),
         }
 
 
@@ -136,14 +137,14 @@ def search_groups(sums: Tensor, config: BoundsConfig) -> tuple[SearchResult, ...
     return tuple(search(row, config) for row in sums.reshape(-1, sum_count(config)))
 
 
-def at_bounds(bounds: Bounds, sums: Tensor, config: BoundsConfig) -> SearchResult:
-    """Return the given bounds with the contribution that other (reduced) sums have at them."""
-    rows = sums.tolist()
-    highs = high_values(config)
+def at_bounds(result: SearchResult, sums: Tensor, config: BoundsConfig) -> SearchResult:
+    """Return a result with the contribution that other (reduced) sums have at its bounds."""
+    bounds, rows, highs = result.bounds, sums.tolist(), high_values(config)
     positive = rows[highs.index(bounds.high)]
     negative = rows[len(highs) + low_values(config).index(bounds.low)]
     contribution = positive_share(positive, negative, config.share)
-    return SearchResult(replace(bounds, contribution=contribution, reached=contribution >= config.target))
+    reached = contribution >= config.target
+    return replace(result, bounds=replace(bounds, contribution=contribution, reached=reached))
 
 
 class ClipLoss(Loss):
@@ -170,10 +171,7 @@ class ClipLoss(Loss):
             0 if config.grouped else size,
             known=search(torch.zeros(size, dtype=torch.float64), config) if fixed else None,
         )
-        self.measurements = (
-            Measurement("bounds", 5, self._bounds_sums, self._bounds_metrics),
-            Measurement("bounds_in_force", 6, self._in_force_sums, self._in_force_metrics),
-        )
+        self.measurements = (Measurement("bounds", 7, self._bounds_sums, self._bounds_metrics),)
 
     def terms(
         self, stats: TokenStats, batch: MicroBatch, found: SearchResult | tuple[SearchResult, ...]
@@ -196,33 +194,18 @@ class ClipLoss(Loss):
         assert self._config.bounds_tokens is not None
         return group_of_tokens(batch, self._config.bounds_tokens)
 
-    def _in_force(self, view: PackView) -> Sequence[float | Tensor]:
-        """c_low, c_high, one sign and moved of each token's search: numbers if all tokens share them, or [T].
-        A single table, because each costs a blocking copy to a GPU and a pass over the tokens."""
-        searches = view.found if isinstance(view.found, tuple) else (view.found,)
-        rows = [
-            (search.bounds.low, search.bounds.high, float(search.one_sign), float(search.bounds.rounds > 0))
-            for search in searches
-        ]
-        if not isinstance(view.found, tuple):
-            return rows[0]
-        table_G = constant_on(view.live_T.device, tuple(chain.from_iterable(rows))).reshape(len(rows), -1)
-        return table_G[self._group_T(view.batch)].unbind(1)
-
     def _bounds_sums(self, view: PackView) -> Tensor:
-        """Bounds metrics, each multiplied by the number of tokens in the loss: [5]."""
+        """Metrics of the searches, each multiplied by its number of tokens in the loss: [7]. A single table,
+        because each costs a blocking copy to a GPU and a pass over the tokens."""
+        searches = view.found if isinstance(view.found, tuple) else (view.found,)
+        values = [tuple(search.metrics().values()) for search in searches]
+        rows = constant_on(view.live_T.device, tuple(chain.from_iterable(values))).reshape(len(values), -1)
         if isinstance(view.found, tuple):
-            values = [tuple(search.metrics().values()) for search in view.found]
-            rows = constant_on(view.live_T.device, tuple(chain.from_iterable(values))).reshape(
-                len(values), -1
-            )
-            tokens_G = rows.new_zeros(len(rows)).index_add_(
-                0, self._group_T(view.batch), view.live_T.double()
-            )
-            return torch.where(tokens_G[:, None] > 0, tokens_G[:, None] * rows, 0.0).sum(0)
-        of_all = constant_on(view.live_T.device, tuple(view.found.metrics().values()))
-        tokens = view.live_T.sum()
-        return torch.where(tokens > 0, tokens * of_all, 0.0)
+            live_T = view.live_T.double()
+            tokens_G = rows.new_zeros(len(rows)).index_add_(0, self._group_T(view.batch), live_T)
+        else:
+            tokens_G = view.live_T.sum()[None]
+        return torch.where(tokens_G[:, None] > 0, tokens_G[:, None] * rows, 0.0).sum(0)
 
     def _bounds_metrics(self, sums: Tensor, update: UpdateSums) -> Metrics:
         """Metrics of an update's bounds: contribution on its own tokens, distance from the exact search.
@@ -239,31 +222,13 @@ class ClipLoss(Loss):
             used = dict(zip(exact.metrics(), means, strict=True))
         else:
             result = result or exact  # without a result, where only the metrics' names count
-            used = at_bounds(result.bounds, measured, config).metrics()
-        has_moved = float(used["bapo/rounds"] > 0)
+            used = at_bounds(result, measured, config).metrics()
+        if sum_count(config) > 2:
+            used["bapo/bounds_moved"] = float(used["bapo/rounds"] > 0)
+        else:  # fixed bounds cannot move
+            del used["bapo/moved_tokens"]
         return {
             **used,
-            **({"bapo/bounds_moved": has_moved} if sum_count(config) > 2 else {}),
             "bapo/clip_low_distance": used["bapo/clip_low"] - exact.bounds.low,
             "bapo/clip_high_distance": used["bapo/clip_high"] - exact.bounds.high,
-        }
-
-    def _in_force_sums(self, view: PackView) -> Tensor:
-        """[6]: sum of c_low over negative tokens, their number, sum of c_high over positive tokens, their
-        number, tokens in one-sign searches, tokens in searches that moved a bound."""
-        negative_T = (view.live_T & (view.batch.advantage_T < 0)).double()
-        positive_T = (view.live_T & (view.batch.advantage_T > 0)).double()
-        live_T = view.live_T.double()
-        low, high, one_sign, has_moved = self._in_force(view)
-        bounds = (low * negative_T, negative_T, high * positive_T, positive_T)
-        return torch.stack([part.sum() for part in (*bounds, one_sign * live_T, has_moved * live_T)])
-
-    def _in_force_metrics(self, sums: Tensor, update: UpdateSums) -> Metrics:
-        """Mean bounds over the tokens affected; token shares of one-sign searches and moved searches."""
-        low, negative, high, positive, one_sign, moved = sums.tolist()
-        return {
-            "bapo/clip_low_negative": share(low, negative),
-            "bapo/clip_high_positive": share(high, positive),
-            "bapo/one_sign_tokens": one_sign / update.tokens,
-            **({"bapo/moved_tokens": moved / update.tokens} if sum_count(self._config) > 2 else {}),
         }

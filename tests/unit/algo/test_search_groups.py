@@ -147,22 +147,17 @@ def test_packs_and_replicas_change_nothing(packing: tuple[int, ...], samples: li
     assert {name: ours[name] for name in known} == pytest.approx(known, rel=1e-9)
 
 
-def test_metrics_are_means_over_tokens_and_over_those_that_a_bound_acts_on() -> None:
-    """Two groups of four tokens: one all positive, at rest at (0.6, 1.2), one all negative, at (0.9, 3.0).
-
-    c_low acts on the negative tokens alone, c_high on the positive ones: as fixed bounds of (0.9, 1.2).
-    """
-    samples = [one_response(4, advantage) for advantage in (1.0, -1.0)]
+def test_metrics_are_means_over_tokens() -> None:
+    """Six positive tokens in one group, at rest at (0.6, 1.2), four negative ones in another, at (0.9, 3.0)."""
+    samples = [one_response(6, 1.0), one_response(4, -1.0)]
     config = dataclasses.replace(balanced(), scope="micro_batch", bounds_tokens=4)
     found, metrics, _ = metrics_of(samples, config, 64)
     assert [(one.bounds.low, one.bounds.high) for one in found] == [(0.6, 1.2), (0.9, 3.0)]
-    assert (metrics["bapo/clip_low"], metrics["bapo/clip_high"]) == pytest.approx((0.75, 2.1))
-    in_force = (metrics["bapo/clip_low_negative"], metrics["bapo/clip_high_positive"])
-    assert in_force == pytest.approx((0.9, 1.2))
+    assert (metrics["bapo/clip_low"], metrics["bapo/clip_high"]) == pytest.approx((0.72, 1.92))
     assert metrics["bapo/one_sign_tokens"] == 1.0
-    assert (metrics["bapo/bounds_moved"], metrics["bapo/moved_tokens"]) == (1.0, 0.5)
-    assert metrics["bapo/contribution"] == pytest.approx(0.5)  # 1 and 0
-    together, exact, _ = metrics_of(samples, dataclasses.replace(config, bounds_tokens=8), 64)
+    assert (metrics["bapo/bounds_moved"], metrics["bapo/moved_tokens"]) == (1.0, 0.4)
+    assert metrics["bapo/contribution"] == pytest.approx(0.6)  # 1 and 0
+    together, exact, _ = metrics_of(samples, dataclasses.replace(config, bounds_tokens=10), 64)
     assert (len(together), exact["bapo/one_sign_tokens"]) == (1, 0.0)
 
 

@@ -6,10 +6,6 @@ the vectors with the loss. For a new metric write one (or call ``token_mean``) a
 ``objective.MEASUREMENTS``, or to a loss's ``measurements``. This module has those for all tokens alike,
 ``diagnostics.py`` those by kind of token.
 
-**Raised tokens** have ``r = pi / pi_old > 1.2``, GRPO's upper bound. A higher c_high affects those with a
-positive advantage: without any, or with only likely ones, no c_high can keep the entropy up (Figs. 5 and 10
-of arXiv 2510.18927).
-
 **Engine gap** (train-inference mismatch): engine and trainer compute one function with different kernels, in
 different orders, perhaps at different precisions, which makes on-policy data slightly off-policy. A large or
 growing gap can reveal an error: missing weight updates, another temperature, a broken kernel.
@@ -178,38 +174,6 @@ def _clipped_of(view: PackView) -> Tensor:
 
 CLIPPING = Measurement("clipping", 5, _clipped_of, lambda sums, _update: {**clip_fractions(sums)})
 """The clip fractions of the current loss."""
-
-RAISED = 1.2
-"""Ratio above which a token is raised."""
-
-
-@torch.no_grad()
-def _raised_sums(view: PackView) -> Tensor:
-    """Number and summed pi_old of the raised tokens, then of those with A > 0: [4]."""
-    batch = view.batch
-    log_ratio_T, old_log_prob_T, advantage_T = unmasked(
-        batch.mask_T, view.log_ratio_T, batch.old_log_prob_T, batch.advantage_T
-    )
-    raised_T = log_ratio_T > math.log(RAISED)  # masked tokens have the ratio 1 here
-    positive_T = raised_T & (advantage_T > 0)
-    probability_T = old_log_prob_T.exp()
-    parts = (raised_T, raised_T * probability_T, positive_T, positive_T * probability_T)
-    return torch.stack([part.double().sum() for part in parts])
-
-
-def _raised_metrics(sums: Tensor, update: UpdateSums) -> Metrics:
-    """Shares of raised tokens, and their mean pi_old; None without raised tokens."""
-    raised, mass, positive, positive_mass = sums.tolist()
-    return {
-        "raised/tokens": raised / update.tokens,
-        "raised/probability": share(mass, raised),
-        "raised/positive_tokens": positive / update.tokens,
-        "raised/positive_probability": share(positive_mass, positive),
-    }
-
-
-RAISED_TOKENS = Measurement("raised", 4, _raised_sums, _raised_metrics)
-"""Share of tokens above a ratio of 1.2, and their mean probability under the old policy."""
 
 EFFECTIVE_SAMPLE_SIZE = Measurement(
     "ess",

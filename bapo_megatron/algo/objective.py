@@ -20,7 +20,6 @@ from bapo_megatron.algo.measurements import (
     EFFECTIVE_SAMPLE_SIZE,
     ENGINE_GAP,
     ENGINE_GAP_OF_OWN_KEYS,
-    RAISED_TOKENS,
     SEARCH,
     Measurement,
     PackView,
@@ -46,7 +45,7 @@ RATIO_GAP = token_mean("policy/ratio_gap", lambda view: view.log_ratio_T.double(
 
 MEASUREMENTS = (
     *(ENTROPY, KL, RATIO_GAP, EFFECTIVE_SAMPLE_SIZE),
-    *(CLIPPING, ENGINE_GAP, DIAGNOSTICS, RAISED_TOKENS),
+    *(CLIPPING, ENGINE_GAP, DIAGNOSTICS),
 )
 """Measurements of every update, for any loss."""
 

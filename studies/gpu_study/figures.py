@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bapo_megatron.algo.bins import RATIO_BINS, RATIO_EDGES
 from bapo_megatron.commands.report.data import RunRecord, read_run
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
@@ -51,11 +52,16 @@ def figures_of(run_dir: Path, steps: int) -> dict[str, float]:
         "entropy_kept": entropy[-1] / mean(numbers(first, "policy/entropy")) if len(entropy) else np.nan,
         "clipped": mean(np.sum(clipped, axis=0)),
         "positive_share": mean(np.sum(positive, axis=0)),
-        "raised_tokens": mean(numbers(stale, "raised/tokens")),
+        "raised_tokens": mean(np.sum(raised(stale, "tokens"), axis=0)),
         "moved": mean(numbers(stale, "bapo/bounds_moved")),
         "clip_low": mean(numbers(stale, "bapo/clip_low")),
         "clip_high": mean(numbers(stale, "bapo/clip_high")),
     }
+
+
+def raised(rows: Sequence[Row], what: str) -> list[np.ndarray]:
+    """A metric of the tokens with a ratio of 1.2 or more, by bin of the ratio."""
+    return [numbers(rows, f"ratio/{name}/{what}") for name in RATIO_BINS[RATIO_EDGES.index(1.2) + 1 :]]
 
 
 def running_means(values_S: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 from bapo_megatron.algo.bounds import BoundsConfig, grpo, paper
 from bapo_megatron.commands.report.data import read_run
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
-from studies.gpu_study.figures import figures_of, mean, numbers, stale_updates
+from studies.gpu_study.figures import figures_of, mean, numbers, raised, stale_updates
 
 ROOT = Path(__file__).parents[2]
 SECOND_STUDY = ROOT / "studies/results/controller_study.jsonl"
@@ -102,7 +102,7 @@ class Arm:
     def line(self) -> Line:
         """The arm's line of the results."""
         stale = stale_updates(read_run(self.run_dir))
-        shares, chances = numbers(stale, "raised/tokens"), numbers(stale, "raised/probability")
+        shares, chances = (np.array(raised(stale, what)) for what in ("tokens", "probability"))
         found = figures_of(self.run_dir, self.task.steps) | {
             "raised_probability": float(np.nansum(shares * chances) / max(np.nansum(shares), 1e-12)),
             "ess": mean(numbers(stale, "policy/ess")),

@@ -48,7 +48,7 @@ Cells = tuple[str, list[str]]
 
 _OUR_PREFIXES = (
     *("reward", "rollout", "sampler", "policy", "bapo", "contribution", "staleness", "time", "eval"),
-    *("source", "corrections", "polarity", "tokens", "raised", "entropy_rule", "quadrant", "ratio"),
+    *("source", "corrections", "polarity", "tokens", "entropy_rule", "quadrant", "ratio"),
     *("experts", "sampled", "environment"),
 )
 """First parts of the metric names that any run may have."""

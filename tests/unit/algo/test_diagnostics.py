@@ -1,4 +1,4 @@
-"""The diagnostics of an update, also of raised tokens and by source: numbers by hand."""
+"""The diagnostics of an update, also by source: numbers by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bapo_megatron.algo.diagnostics import (
     diagnostic_sums,
 )
 from bapo_megatron.algo.losses.clip import ClipLoss
-from bapo_megatron.algo.measurements import RAISED_TOKENS, PackView, UpdateSums
+from bapo_megatron.algo.measurements import PackView
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.types import Metrics, MicroBatch, TokenStats, VersionSpan
@@ -158,42 +158,6 @@ def test_without_tokens_there_is_no_staleness() -> None:
 )
 def test_edges_of_the_buckets(staleness: int, bucket: str) -> None:
     assert BUCKETS[int(bucket_of(torch.tensor(staleness)))] == bucket
-
-
-# Ratios 2, 1.5, 1.19, 0.5; pi_old 0.1, 0.4, 0.5, 0.6. The fifth does not count.
-OLD = [0.1, 0.4, 0.5, 0.6]
-RATIOS = [2.0, 1.5, 1.19, 0.5]
-
-
-def raised_view(tokens: list[int], masked: bool) -> PackView:
-    advantage = [[1.0, -1.0, 2.0, -2.0][place] for place in tokens]
-    old = [LN(OLD[place]) for place in tokens]
-    new = [LN(OLD[place] * RATIOS[place]) for place in tokens]
-    mask = [1.0] * len(tokens)
-    if masked:
-        advantage, old, new, mask = [*advantage, math.nan], [*old, math.nan], [*new, math.inf], [*mask, 0.0]
-    batch = pack(advantage, old, mask, [0] * len(mask))
-    stats = TokenStats(torch.tensor(new), torch.ones(len(new)))
-    loss = ClipLoss(AlgorithmConfig(bounds=grpo()))
-    return PackView(stats, batch, loss.terms(stats, batch, loss.search.known), loss.search.known, 0)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_raised_tokens_by_hand(masked: bool) -> None:
-    """Two of four tokens are raised, sampled with 0.1 and 0.4; the first is positive. Without one there is no
-    probability."""
-    sums = RAISED_TOKENS.sums(raised_view([0, 1, 2, 3], masked))
-    metrics = RAISED_TOKENS.metrics(sums, UpdateSums(4.0, None, {}))
-    assert metrics == pytest.approx(
-        {
-            "raised/tokens": 0.5,
-            "raised/probability": 0.25,
-            "raised/positive_tokens": 0.25,
-            "raised/positive_probability": 0.1,
-        }
-    )
-    none = RAISED_TOKENS.metrics(RAISED_TOKENS.sums(raised_view([2, 3], masked)), UpdateSums(2.0, None, {}))
-    assert (none["raised/tokens"], none["raised/probability"]) == (0.0, None)
 
 
 SOURCES = ("sums", "words")

@@ -148,7 +148,7 @@ def test_packs_and_replicas_change_nothing(packing: tuple[int, ...], samples: li
 
 
 def test_metrics_are_means_over_tokens() -> None:
-    """Six positive tokens in one group, at rest at (0.6, 1.2), four negative ones in another, at (0.9, 3.0)."""
+    """Six positive tokens in one group, at rest at (0.6, 1.2), four negative in another, at (0.9, 3.0)."""
     samples = [one_response(6, 1.0), one_response(4, -1.0)]
     config = dataclasses.replace(balanced(), scope="micro_batch", bounds_tokens=4)
     found, metrics, _ = metrics_of(samples, config, 64)

@@ -146,10 +146,14 @@ def test_figures_by_hand(tmp_path: Path) -> None:
         {"step": step, "sampled/reward/mean": reward, "policy/entropy": 2.0 - step / 10}
         for step, reward in enumerate(rewards, 1)
     ]
-    fresh = {"policy/entropy": 2.0, "raised/tokens": 0.0, "bapo/bounds_moved": 0.0}
+    fresh = {"policy/entropy": 2.0, "bapo/bounds_moved": 0.0}
     stale = {
         "policy/entropy": 1.0,
-        "raised/tokens": 0.25,
+        "ratio/1.1-1.2/tokens": 0.5,
+        "ratio/1.2-1.5/tokens": 0.125,
+        "ratio/1.5-2.0/tokens": 0.0,
+        "ratio/2.0-3.0/tokens": 0.0625,
+        "ratio/from_3.0/tokens": 0.0625,
         "bapo/bounds_moved": 1.0,
         "bapo/clip_fraction_low": 0.125,
         "bapo/clip_fraction_high": 0.0625,

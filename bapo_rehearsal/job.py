@@ -96,7 +96,7 @@ def packs_of(job: Job, options: RehearseOptions) -> int:
     if options.packs is not None:
         return options.packs
     stages = job.parallel.pipeline
-    if job.run.batch.hold_forwards:
+    if job.holds_forwards:
         return job.micro_batches
     if job.parallel.virtual > 1:
         return min(job.micro_batches, 2 * stages)

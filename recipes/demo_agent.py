@@ -44,9 +44,6 @@ NOTE = (
     "bounds."
 )
 
-BOUNDS = paper()
-"""Any preset: one without a search over an update has no use for `hold_forwards` below."""
-
 
 def recipe() -> RunConfig:
     """The run behind `make demo-agent`."""
@@ -63,9 +60,9 @@ def recipe() -> RunConfig:
             max_turns=3,
             workers=1,
         ),
-        algorithm=AlgorithmConfig(bounds=BOUNDS, advantage="grpo", reuse_epochs=2, updates_per_epoch=2),
+        algorithm=AlgorithmConfig(bounds=paper(), advantage="grpo", reuse_epochs=2, updates_per_epoch=2),
         optimizer=OptimizerConfig(lr=3e-5, warmup_updates=4, decay="linear", weight_decay=0.0),
-        batch=BatchConfig(pack_tokens=1024, hold_forwards=BOUNDS.searches_update),
+        batch=BatchConfig(pack_tokens=1024, hold_forwards=True),
         evaluation=EvaluationConfig(every=6, suites=(str(DATA / "held_out.jsonl"),), samples=2),
         checkpoint=CheckpointConfig(every=3, keep_last=1),
         logging=LoggingConfig(note=NOTE),

@@ -45,9 +45,6 @@ NOTE = (
     "that BAPO beats GRPO or fixed bounds."
 )
 
-BOUNDS = paper()
-"""Any preset: one without a search over an update has no use for `hold_forwards` below."""
-
 
 def recipe() -> RunConfig:
     """The run behind `make demo-real`."""
@@ -58,9 +55,9 @@ def recipe() -> RunConfig:
         data=DataConfig(path=DATA / "train/data.jsonl", max_prompt_tokens=48),
         reward=RewardConfig(function="reasoning_gym", workers=1),
         rollout=RolloutConfig(prompts_per_step=4, group_size=8, temperature=1.0, max_response_tokens=40),
-        algorithm=AlgorithmConfig(bounds=BOUNDS, advantage="grpo", reuse_epochs=2, updates_per_epoch=2),
+        algorithm=AlgorithmConfig(bounds=paper(), advantage="grpo", reuse_epochs=2, updates_per_epoch=2),
         optimizer=OptimizerConfig(lr=3e-5, warmup_updates=4, decay="linear", weight_decay=0.0),
-        batch=BatchConfig(pack_tokens=1024, hold_forwards=BOUNDS.searches_update),
+        batch=BatchConfig(pack_tokens=1024, hold_forwards=True),
         evaluation=EvaluationConfig(every=12, suites=(str(DATA / "held_out/data.jsonl"),), samples=2),
         checkpoint=CheckpointConfig(every=4, keep_last=1),
         logging=LoggingConfig(note=NOTE),

@@ -2,7 +2,7 @@
 
 ``loss_path`` maps ``algorithm.loss`` to a class path, which ``losses.build_loss`` imports. The other
 functions take a run's ``AlgorithmConfig``: they return whether its loss searches a whole update, or raise
-ConfigError if it would ignore the given ``algorithm.bounds`` or ``batch.hold_forwards``.
+ConfigError if it would ignore the given ``algorithm.bounds``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from bapo_megatron.algo.bounds import PAPER_TOKENS, BoundsConfig, fixed, paper, sum_count
+from bapo_megatron.algo.bounds import PAPER_TOKENS, BoundsConfig, fixed, paper
 from bapo_megatron.algo.parts import part_path
 from bapo_megatron.errors import ConfigError
 
@@ -51,13 +51,6 @@ def loss_path(name: str) -> str:
     return part_path("algorithm.loss", name, {known: LOSSES[known].path for known in sorted(LOSSES)}, "class")
 
 
-def check_registered(algorithm: Any, hold_forwards: bool) -> None:
-    """Raise ConfigError if a registered loss would ignore bounds settings or ``hold_forwards``."""
-    check_bounds(algorithm, LOSSES[algorithm.loss].bounds)
-    if hold_forwards:
-        check_held_forwards(algorithm, searches_update(algorithm))
-
-
 def check_bounds(algorithm: Any, use: BoundsUse) -> None:
     """Raise ConfigError, with the fields, if ``algorithm.bounds`` sets what the loss does not read."""
     bounds, loss = algorithm.bounds, algorithm.loss
@@ -79,17 +72,6 @@ def check_bounds(algorithm: Any, use: BoundsUse) -> None:
         raise ConfigError(
             f"{', '.join(ignored)}: algorithm.loss={loss} does not read that; leave it out, in the recipe "
             f"too: algorithm.bounds={unset}"
-        )
-
-
-def check_held_forwards(algorithm: Any, searches: bool) -> None:
-    """Raise ConfigError for ``batch.hold_forwards`` unless the loss ``searches`` whole updates."""
-    if not searches:
-        is_fixed = algorithm.loss == "clip" and sum_count(algorithm.bounds) == 2
-        name = algorithm.loss + (" with fixed bounds" if is_fixed else "")
-        raise ConfigError(
-            f"batch.hold_forwards serves a search over a whole update, and algorithm.loss={name} makes none: "
-            "it would only keep the activations of all packs; leave it out (--batch.no-hold-forwards)"
         )
 
 

@@ -97,18 +97,18 @@ def check_names(config: RunConfig, own_code: bool = False) -> None:
 
 def _check_loss(config: RunConfig, own_code: bool) -> None:
     """Check the loss; needs torch only for settings, which the loss class declares, or for own code."""
-    from bapo_megatron.algo.registered_losses import LOSSES, check_registered, loss_path
+    from bapo_megatron.algo.registered_losses import LOSSES, check_bounds, loss_path
 
     algorithm = config.algorithm
     loss_path(algorithm.loss)
     if algorithm.loss in LOSSES:
-        check_registered(algorithm, config.batch.hold_forwards)
+        check_bounds(algorithm, LOSSES[algorithm.loss].bounds)
     if not (algorithm.loss_settings if algorithm.loss in LOSSES else own_code):
         return
     with _skipped_without_torch("algorithm.loss_settings"):
-        from bapo_megatron.trainer.update_loss import checked_loss
+        from bapo_megatron.algo.losses import build_loss
 
-        checked_loss(config)
+        build_loss(algorithm)
 
 
 @contextmanager

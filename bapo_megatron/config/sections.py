@@ -355,9 +355,9 @@ class BatchConfig:
     """Activation recomputation: `selective` of the MLPs or experts, on a CPU also of the attention; `full` of
     whole layers."""
     hold_forwards: bool = False
-    """Run all forward passes of an update before its first backward pass, so that the exact search needs no
-    forward pass of its own. Keeps the activations of all packs: use it with recompute=full; needs
-    parallel.pipeline=1."""
+    """Run all forward passes of an update before its first backward pass, so that the exact search, if there
+    is one, needs no forward pass of its own. Keeps the activations of all packs: use it with recompute=full;
+    needs parallel.pipeline=1."""
     logprob_chunk_tokens: Annotated[int | None, Ge(1)] = None
     """Tokens whose logits are in memory at the same time: up to 8 bytes for each token and entry of a TP
     rank's vocabulary. None: 4,096 on a GPU, 1,024 on a CPU."""

@@ -183,7 +183,6 @@ def _distillation_problems(run: RunConfig) -> Iterator[str]:
 
 
 def _hold_problems(run: RunConfig) -> Iterator[str]:
-    """Rule of ``batch.hold_forwards``; ``trainer/update_loss.checked_loss`` has another."""
     if run.batch.hold_forwards and run.parallel.pipeline > 1:
         yield (
             f"batch.hold_forwards needs parallel.pipeline=1, not {run.parallel.pipeline}: a pipeline runs "

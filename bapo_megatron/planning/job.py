@@ -17,6 +17,7 @@ import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
 from bapo_megatron.algo.bounds import sum_count
+from bapo_megatron.algo.registered_losses import searches_update
 from bapo_megatron.algo.settings import out_of_range
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import raise_problems
@@ -337,6 +338,11 @@ class Job:
         """Tokens per update, prompts included."""
         tokens = self.responses * (self.mean_prompt + self.mean_response)
         return tokens / self.run.algorithm.updates_per_epoch
+
+    @property
+    def holds_forwards(self) -> bool:
+        """Whether an update's search keeps the activations of all packs (``batch.hold_forwards``)."""
+        return self.run.batch.hold_forwards and searches_update(self.run.algorithm)
 
     @property
     def responses_per_search(self) -> float | None:

@@ -177,9 +177,9 @@ def block_bytes(block: Block, at: Place) -> tuple[float, float]:
 
 
 def _forwards_in_flight(job: Job, stage: int) -> int:
-    """Return forward passes in flight: by the pipeline schedule, or all under ``batch.hold_forwards``."""
-    holds = job.run.batch.hold_forwards
-    return job.micro_batches if holds else in_flight(job.parallel, stage, job.micro_batches)
+    """Return forward passes in flight: by the pipeline schedule, or all if a search holds them."""
+    held = job.holds_forwards
+    return job.micro_batches if held else in_flight(job.parallel, stage, job.micro_batches)
 
 
 def sync_bytes(job: Job) -> float:

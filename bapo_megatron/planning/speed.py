@@ -131,7 +131,7 @@ def _training(job: Job, kinds: Counter[Kind], head: bool = True) -> _Work:
     forward, mode = _forward(job, kinds, head), job.run.batch.recompute
     mlp = sum(count * kind.flops(job.shape.hidden).selective for kind, count in kinds.items())
     matrices = {"none": 0.0, "selective": mlp, "full": forward.matrices}[mode]
-    twice = job.run.batch.hold_forwards or job.run.algorithm.bounds.sums_over == "micro_batch"
+    twice = job.holds_forwards or job.run.algorithm.bounds.sums_over == "micro_batch"
     return _Work(
         matrices=3 * forward.matrices + matrices,
         experts=forward.experts * (3 + (mode != "none")),

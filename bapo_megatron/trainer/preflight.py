@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from bapo_megatron.algo.advantages import check_advantage
+from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.algo.masks import check_masks
 from bapo_megatron.algo.terms import check_terms
 from bapo_megatron.checkpoint.export import check_export_output
@@ -55,7 +56,6 @@ from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.kernel_check import missing_package
 from bapo_megatron.trainer.reference import FIELD as REFERENCE_FIELD
 from bapo_megatron.trainer.suites import load_suites
-from bapo_megatron.trainer.update_loss import checked_loss
 
 
 def check_run(config: RunConfig, read_dataset: bool = True, fork: ForkSource | None = None) -> None:
@@ -95,7 +95,7 @@ def run_checks(
     yield lambda: check_functions(config, config.reward_functions)
     yield lambda: check_advantage(config.algorithm, config.rollout.group_size)
     if not samples_only:
-        yield lambda: checked_loss(config)
+        yield lambda: build_loss(config.algorithm)
         yield lambda: check_masks(config.algorithm)
         yield lambda: check_terms(config.algorithm)
     yield lambda: check_teacher(config)

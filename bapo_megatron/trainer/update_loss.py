@@ -24,28 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.losses import Loss, build_loss
+from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.papo import reweighted
 from bapo_megatron.algo.papo_schedule import PapoSchedule
-from bapo_megatron.algo.registered_losses import check_held_forwards
 from bapo_megatron.algo.terms import build_terms
-from bapo_megatron.config import AlgorithmConfig, RunConfig
+from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn
 from bapo_megatron.trainer.records.recorder import MOVES
 from bapo_megatron.types import Metrics
-
-
-def checked_loss(config: RunConfig) -> Loss:
-    """Return the loss of ``config.algorithm``; raise ConfigError if unknown, or for useless
-    ``hold_forwards``."""
-    loss = build_loss(config.algorithm)
-    if config.batch.hold_forwards:
-        search = loss.search
-        searches = search is not None and search.known is None and search.scope == "update"
-        check_held_forwards(config.algorithm, searches)
-    return loss
 
 
 class UpdateLoss:

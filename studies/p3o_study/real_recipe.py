@@ -27,7 +27,7 @@ def recipe() -> RunConfig:
         optimizer=replace(run.optimizer, lr=1.5e-5, warmup_updates=0, decay="constant"),
         evaluation=replace(run.evaluation, suites=(str(DATA / "held_out/data.jsonl"),), last=False),
         reward=replace(run.reward, on_failure="value"),
-        batch=replace(run.batch, hold_forwards=False),  # arms without a search over an update refuse it
+        batch=replace(run.batch, hold_forwards=False),
         checkpoint=replace(run.checkpoint, keep_last=1),
         logging=LoggingConfig(tensorboard=False),
     )

@@ -22,10 +22,6 @@ ROW = {
     "extra_info": {"index": 0},
 }
 
-FIXED = [
-    f"--algorithm.bounds.{end}" for end in ("low-start=0.8", "low-end=0.8", "high-start=1.2", "high-end=1.2")
-]
-
 pytestmark = pytest.mark.e2e
 
 
@@ -82,10 +78,6 @@ def message_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: s
             "rounded up to a multiple of 4",
         ),
         (["--batch.hold-forwards", "--parallel.pipeline=2"], "batch.hold_forwards needs parallel.pipeline=1"),
-        (
-            ["--batch.hold-forwards", *FIXED],
-            "a search over a whole update, and algorithm.loss=clip with fixed bounds makes none",
-        ),
         (["--parallel.sequence", "--parallel.tensor=1"], "parallel.sequence needs parallel.tensor"),
         (
             ["--parallel.pipeline=2", "--parallel.pipeline-layers", "2", "1"],

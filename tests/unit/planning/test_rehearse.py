@@ -13,8 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from bapo_megatron.algo.bapo import grpo
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.config import (
+    AlgorithmConfig,
     BatchConfig,
     DataConfig,
     ModelConfig,
@@ -99,6 +101,9 @@ def test_packs_fill_the_pipeline() -> None:
         (job(hold_forwards=True), 8),
     ):
         assert packs_of(one, RehearseOptions()) == packs
+    held = job(hold_forwards=True)
+    without = replace(held.run, algorithm=AlgorithmConfig(bounds=grpo()))
+    assert packs_of(replace(held, run=without), RehearseOptions()) == 1  # nothing is searched
     assert packs_of(job(), RehearseOptions(packs=3)) == 3
 
 

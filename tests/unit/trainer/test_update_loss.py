@@ -14,12 +14,11 @@ import pytest
 
 from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo
 from bapo_megatron.algo.corrections import truncated_importance
-from bapo_megatron.config import AlgorithmConfig, BatchConfig
+from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.samples import Sample
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.corrections import with_old_log_probs
-from bapo_megatron.trainer.update_loss import UpdateLoss, checked_loss
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, SearchedLoss
 from tests.support.batches import in_memory
 from tests.support.runs import run_of
@@ -33,26 +32,6 @@ PACKS = [pack([1.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [7, 7])]
 
 SCOPES: list[Any] = ["update", "lagged", "micro_batch"]
 LAGGED = AlgorithmConfig(bounds=replace(balanced(), scope="lagged"))
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "serves"),
-    [
-        (AlgorithmConfig(bounds=balanced()), True),
-        (AlgorithmConfig(loss="gspo"), True),
-        (AlgorithmConfig(loss="cispo"), False),  # searches nothing
-        (AlgorithmConfig(bounds=grpo()), False),
-        (LAGGED, False),
-    ],
-)
-def test_forwards_are_held_for_a_search_of_updates_alone(algorithm: AlgorithmConfig, serves: bool) -> None:
-    checked_loss(run_config(algorithm))
-    held = replace(run_config(algorithm), batch=BatchConfig(hold_forwards=True))
-    if serves:
-        checked_loss(held)
-    else:
-        with pytest.raises(ConfigError, match=r"^batch.hold_forwards serves .*algorithm.loss="):
-            checked_loss(held)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +81,13 @@ def test_the_update_may_search_by_itself(scope: Any, hold: bool) -> None:
     assert (loss.over, update_loss.found, policy.calls) == (scope, None, [])
     sums = policy.sums(PACKS, loss.loss_of(policy.sums(PACKS, loss.measure)))
     assert float(sums[0]) == pytest.approx(0.0, abs=1e-6)  # bounds (0.6, 2.05): minus (2 - 2)
+
+
+@pytest.mark.parametrize("algorithm", [AlgorithmConfig(bounds=grpo()), AlgorithmConfig(loss="cispo")])
+def test_nothing_is_held_without_a_search(algorithm: AlgorithmConfig) -> None:
+    policy: Any = NotedPolicy()
+    assert not isinstance(UpdateLoss(algorithm, True).loss(policy, PACKS, False), SearchedLoss)
+    assert policy.calls == []
 
 
 def trained(policy: Any) -> tuple[UpdateLoss, Any]:

@@ -1,8 +1,7 @@
 """Data types of a run that hold tensors: packs (``MicroBatch``), log-probs (``TokenStats``), losses.
 
-A ``TokenFn`` maps a pack and its log-probs to a vector of sums. ``types.py`` re-exports the names lazily,
-since its importers must start without torch. Shapes: ``_T`` tokens of a pack, ``_L`` layers, ``_K`` experts
-per token.
+A ``TokenFn`` maps a pack and its log-probs to a vector of sums. Separate from ``types.py``, whose importers
+must start without torch. Shapes: ``_T`` tokens of a pack, ``_L`` layers, ``_K`` experts per token.
 """
 
 from __future__ import annotations

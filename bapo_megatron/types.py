@@ -3,7 +3,7 @@
 The package's parts and processes exchange them, and step files store some. Shapes (name suffixes): ``_P``
 prompt tokens, ``_R`` response tokens. Token columns are numpy arrays, because pickling lists takes more than
 ten times as long. Imports no torch, which would slow the start of reward workers by seconds: the types with
-tensors are in ``tensor_types.py``, and importing one from here imports torch.
+tensors are in ``tensor_types.py``.
 """
 
 from __future__ import annotations
@@ -11,17 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    Protocol,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, get_origin, get_type_hints
 
 import numpy as np
 
@@ -32,17 +22,6 @@ from bapo_megatron.step_header import RouteShape as RouteShape
 from bapo_megatron.step_header import StepHeader as StepHeader
 from bapo_megatron.step_header import StoredRoutes as StoredRoutes
 from bapo_megatron.step_header import VersionSpan as VersionSpan
-
-if TYPE_CHECKING:
-    from bapo_megatron.tensor_types import COLUMNS as COLUMNS
-    from bapo_megatron.tensor_types import Column as Column
-    from bapo_megatron.tensor_types import MicroBatch as MicroBatch
-    from bapo_megatron.tensor_types import SearchedLoss as SearchedLoss
-    from bapo_megatron.tensor_types import TokenFn as TokenFn
-    from bapo_megatron.tensor_types import TokenStats as TokenStats
-    from bapo_megatron.tensor_types import UpdateResult as UpdateResult
-
-_WITH_TENSORS = ("COLUMNS", "Column", "MicroBatch", "SearchedLoss", "TokenFn", "TokenStats", "UpdateResult")
 
 Metrics = dict[str, float | None]
 """Flat metric names to values, e.g. ``{"bapo/clip_high": 1.45}``; ``None`` for a missing value."""
@@ -339,10 +318,3 @@ for each tensor-parallel rank a pickle of (name, tensor) pairs without data; or 
 WeightParts = AsyncIterator[WeightPart]
 """Weights of one version for an engine, which requests a part after loading the previous one. The trainer may
 reuse the memory of handles once the next part is loaded."""
-
-
-def __getattr__(name: str) -> Any:
-    """Return a type that holds tensors, importing torch only on first use (PEP 562)."""
-    if name in _WITH_TENSORS:
-        return getattr(import_module("bapo_megatron.tensor_types"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

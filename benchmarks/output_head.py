@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.policy.output_head import OutputHead
-from bapo_megatron.types import MicroBatch, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from benchmarks.common import in_a_process, is_quick, machine, one_process, peak_above, write
 
 WAYS = ("full logits", "fused", "chunked")

@@ -31,8 +31,8 @@ from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.attention import DocumentPack
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import MicroBatch
 from benchmarks.common import (
     Clock,
     in_turns,

@@ -25,7 +25,7 @@ from torch import Tensor
 from bapo_megatron.algo.bapo import BoundsConfig, fixed
 from bapo_megatron.algo.losses import LOSSES, Loss, build_loss
 from bapo_megatron.config import AlgorithmConfig
-from bapo_megatron.types import MicroBatch, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from benchmarks.common import no_options
 
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "losses.png"

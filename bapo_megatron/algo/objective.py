@@ -100,7 +100,7 @@ class Objective:
         self._parts[SEARCH] = slice(self._width, None)
 
     def token_fn(self, found: object, version: int) -> TokenFn:
-        """Return a token function (``types.TokenFn``) of a pack's vector; element 0, the loss, has gradients.
+        """Return a token function (``TokenFn``) of a pack's vector; element 0, the loss, has gradients.
         ``found``: the result of the loss's search. ``version``: of the policy in training."""
         search = self.loss.search
 

@@ -22,8 +22,9 @@ from bapo_megatron.config import (
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.tensor_types import TokenStats
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import Metrics, PackLayout, TokenStats
+from bapo_megatron.types import Metrics, PackLayout
 from tests.support.bapo_objective import loss_fn
 from tests.support.layouts import layout
 from tests.support.metrics import known

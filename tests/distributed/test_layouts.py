@@ -21,8 +21,8 @@ from bapo_megatron.config import (
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 from tests.support.bapo_objective import loss_fn
 from tests.support.layouts import Layout, layout
 from tests.support.models import FAMILIES, FORMS, save_tiny_model

@@ -18,7 +18,7 @@ from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy import offload
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.types import TokenStats
+from bapo_megatron.tensor_types import TokenStats
 from tests.support.bapo_objective import loss_fn
 from tests.support.layouts import layout
 from tests.support.models import save_tiny_model

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.policy.output_head import OutputHead
-from bapo_megatron.types import MicroBatch, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed

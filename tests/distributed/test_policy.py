@@ -13,7 +13,7 @@ from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, Para
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 from tests.support.fp8 import in_bfloat16, save_fp8_folder
 from tests.support.layouts import layout
 from tests.support.models import EXPERTS, FAMILIES, FORMS, random_samples, save_tiny_model, tiny_model

@@ -22,7 +22,7 @@ from bapo_megatron.policy.experts import RouterCounters
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.passes import Passes
 from bapo_megatron.runtime.distributed import free_port
-from bapo_megatron.types import TokenStats
+from bapo_megatron.tensor_types import TokenStats
 from tests.support.forked_commands import start_bapo
 from tests.support.models import save_nearly_tied_experts, save_tiny_model
 from tests.support.tiers import slow_but

@@ -10,7 +10,8 @@ from bapo_megatron.algo.bapo import BoundsConfig
 from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
-from bapo_megatron.types import Metrics, TokenFn
+from bapo_megatron.tensor_types import TokenFn
+from bapo_megatron.types import Metrics
 
 
 def objective(config: BoundsConfig) -> Objective:

@@ -25,7 +25,7 @@ from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.planning.job import Job, PlanOptions
 from bapo_megatron.planning.memory import stage_memory
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.types import MicroBatch, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from tests.support.models import EXPERTS, save_tiny_model
 from tests.support.workers import run_layout
 

@@ -21,7 +21,7 @@ from bapo_megatron.config import (
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.types import UpdateResult
+from bapo_megatron.tensor_types import UpdateResult
 from tests.support.bapo_objective import loss_fn
 
 ONE = ParallelConfig()

@@ -32,7 +32,7 @@ from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.planning.job import Job, PlanOptions, shape_folder
-from bapo_megatron.types import COLUMNS
+from bapo_megatron.tensor_types import COLUMNS
 from bapo_rehearsal.checkpoints import staged_save
 from bapo_rehearsal.fake.process_group import Collectives, group_kinds
 from bapo_rehearsal.program import RankProgram

@@ -11,17 +11,8 @@ import numpy as np
 import torch
 
 from bapo_megatron.config import AlgorithmConfig, BatchConfig, DataConfig, ModelConfig, RunConfig
-from bapo_megatron.types import (
-    Group,
-    MicroBatch,
-    PackLayout,
-    Prompt,
-    Rollout,
-    SearchedLoss,
-    TokenFn,
-    TokenStats,
-    UpdateResult,
-)
+from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats, UpdateResult
+from bapo_megatron.types import Group, PackLayout, Prompt, Rollout
 
 LN2 = math.log(2)
 

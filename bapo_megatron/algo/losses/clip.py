@@ -113,7 +113,7 @@ class SearchResult:
 
 
 def contribution_fn(config: BoundsConfig) -> TokenFn:
-    """Return a token function (``types.TokenFn``) of a pack's contribution sums, for the searches below."""
+    """Return a token function (``TokenFn``) of a pack's contribution sums, for the searches below."""
 
     def sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
         log_ratio_T = stats.log_prob_T - batch.old_log_prob_T

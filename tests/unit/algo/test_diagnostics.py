@@ -24,7 +24,8 @@ from bapo_megatron.algo.losses.clip import ClipLoss
 from bapo_megatron.algo.measurements import PackView
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
-from bapo_megatron.types import Metrics, MicroBatch, TokenStats, VersionSpan
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
+from bapo_megatron.types import Metrics, VersionSpan
 from tests.unit.algo.test_objective import pack
 
 LN = math.log

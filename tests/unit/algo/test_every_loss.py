@@ -15,7 +15,7 @@ from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.losses import LOSSES, Loss, build_loss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
-from bapo_megatron.types import MicroBatch, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from tests.support.host_waits import HostWaits
 
 TOKENS = 900

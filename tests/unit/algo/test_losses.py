@@ -22,8 +22,8 @@ from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.algo.sequences import sequence_means, sums_by_sequence
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenStats
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import MicroBatch, SearchedLoss, TokenStats
 from tests.support.small_steps import LN2, NotedPolicy
 from tests.unit.algo.test_objective import DUMMY, DUMMY_STATS, PACK, STATS, pack
 

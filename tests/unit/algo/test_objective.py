@@ -14,7 +14,7 @@ from bapo_megatron.algo.losses.clip import contribution_fn, search
 from bapo_megatron.algo.measurements import PackView, token_mean
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
-from bapo_megatron.types import MicroBatch, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from tests.support.bapo_objective import loss_fn, objective, update_metrics
 
 LN = math.log

@@ -15,8 +15,8 @@ from bapo_megatron.algo.losses.clip import contribution_fn, search
 from bapo_megatron.algo.papo import polarity, reweighted
 from bapo_megatron.algo.papo_schedule import BranchWeights, PapoConfig, PapoSchedule, phase
 from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.bapo_objective import loss_fn
 from tests.support.small_steps import NotedPolicy
 from tests.unit.algo.test_objective import pack

@@ -16,7 +16,7 @@ from bapo_megatron.algo.reference_kl import kl_estimate, kl_loss, response_penal
 from bapo_megatron.config import AlgorithmConfig, DistillationConfig, ReferenceKlConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
-from bapo_megatron.types import MicroBatch, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
 
 LN2 = math.log(2)
 Estimator = Literal["k1", "k2", "k3"]

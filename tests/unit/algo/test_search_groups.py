@@ -20,7 +20,8 @@ from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
-from bapo_megatron.types import Metrics, MicroBatch, PackLayout, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
+from bapo_megatron.types import Metrics, PackLayout
 from tests.support import literal_bapo as literal
 from tests.support.models import random_samples
 

@@ -14,7 +14,7 @@ from bapo_megatron.algo.losses import Loss, LossTerms, build_loss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.types import MicroBatch, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from tests.unit.algo.test_every_loss import TOKENS, update
 
 LN = math.log

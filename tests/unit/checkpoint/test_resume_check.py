@@ -15,7 +15,8 @@ from bapo_megatron.checkpoint import resume_check
 from bapo_megatron.checkpoint.resume_check import Fingerprint, fingerprint_differences, state_fingerprint
 from bapo_megatron.config import DataConfig, ModelConfig, RunConfig
 from bapo_megatron.data.canary import CanarySpec, canary_sequences, with_token_indices
-from bapo_megatron.types import MicroBatch, PackLayout, TokenFn, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
+from bapo_megatron.types import PackLayout
 
 TOKENS = 150
 LOG_PROBS = np.random.default_rng(1).uniform(-20, -0.1, TOKENS)

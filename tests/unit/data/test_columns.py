@@ -15,8 +15,9 @@ from bapo_megatron.data.packing import pack_samples, trained_columns
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.planning.memory import PACK_COLUMNS
 from bapo_megatron.policy.positions import slice_batch
+from bapo_megatron.tensor_types import COLUMNS, MicroBatch, TokenStats
 from bapo_megatron.trainer.sft import next_token_loss
-from bapo_megatron.types import COLUMNS, MicroBatch, PackLayout, TokenStats
+from bapo_megatron.types import PackLayout
 from tests.support.models import random_samples
 
 WRITTEN_FOR_ALL_TOKENS = {"token_T", "label_T", "position_T"}

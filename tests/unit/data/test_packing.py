@@ -19,7 +19,8 @@ from bapo_megatron.data.packing import pack_samples, split_into_updates
 from bapo_megatron.data.routes import write_routes
 from bapo_megatron.data.samples import Sample, samples_of
 from bapo_megatron.policy.experts import pack_totals, unknown_T
-from bapo_megatron.types import Group, MicroBatch, PackLayout, Prompt, Rollout, StoredRoutes
+from bapo_megatron.tensor_types import MicroBatch
+from bapo_megatron.types import Group, PackLayout, Prompt, Rollout, StoredRoutes
 from tests.support.batches import in_memory
 
 

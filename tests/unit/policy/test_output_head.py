@@ -11,7 +11,7 @@ import torch
 
 from bapo_megatron.policy import output_head
 from bapo_megatron.policy.output_head import OutputHead
-from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
+from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 
 
 def batch_of(labels: torch.Tensor, weights: torch.Tensor) -> MicroBatch:

@@ -24,10 +24,10 @@ from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.train import update
 from bapo_megatron.trainer.corrections import METRICS, corrected, with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.runs import run_of
 from tests.support.small_steps import ShiftedPolicy, run_config
 

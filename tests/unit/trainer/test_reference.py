@@ -22,11 +22,11 @@ from bapo_megatron.config import (
     load_recipe,
 )
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer import reference
 from bapo_megatron.trainer.preflight import check_reference
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.batches import MemoryBatch, in_memory
 from tests.support.runs import run_of
 from tests.support.small_steps import LN2, NotedPolicy, group, rollout, run_config

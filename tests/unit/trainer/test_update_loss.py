@@ -16,10 +16,10 @@ from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo
 from bapo_megatron.algo.corrections import truncated_importance
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.samples import Sample
+from bapo_megatron.tensor_types import MicroBatch, SearchedLoss
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.corrections import with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import MicroBatch, SearchedLoss
 from tests.support.batches import in_memory
 from tests.support.runs import run_of
 from tests.support.small_steps import LN2, NotedPolicy, group, rollout, run_config

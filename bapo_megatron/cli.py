@@ -70,19 +70,6 @@ usage: bapo COMMAND ...
 """
 
 
-_GOES_ON = {
-    "train": "; the same command continues from its last checkpoint, if it has one",
-    "sft": "; nothing is saved before its end, the same command begins anew",
-    "eval": "; the same command continues where it stopped",
-}
-"""What Ctrl-C prints after "stopped", for commands that can lose work."""
-
-REMOVED = {
-    "study": "the studies are done, docs/results.md has their results; for their code `git checkout f6aa2582`"
-}
-"""Removed commands, each with the advice to print."""
-
-
 def main() -> None:
     """Run the command in ``sys.argv`` and exit with its code."""
     collect_rarely()
@@ -105,8 +92,6 @@ def run(arguments: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0 if arguments else 2
     try:
-        if arguments[0] in REMOVED:
-            raise ConfigError(f"bapo {arguments[0]} is gone: {REMOVED[arguments[0]]}")
         if arguments[0] not in COMMANDS:
             raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(COMMANDS)}")
         if arguments[0] == "data":
@@ -119,7 +104,7 @@ def run(arguments: Sequence[str]) -> int:
     except (ConfigError, Preempted, RunStopped) as error:
         return report_error(error)
     except KeyboardInterrupt:
-        print(f"\nstopped{_GOES_ON.get(arguments[0], '')}", file=sys.stderr)
+        print("\nstopped", file=sys.stderr)
         return 130
 
 

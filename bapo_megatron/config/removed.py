@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _REPAIR = (
-    "no study showed a gain: leave it out, or start c_low higher, algorithm.bounds=floored(); the code is at "
-    "commit f6aa2582"
+    "no study showed a gain: leave it out, or start c_low higher, algorithm.bounds.low_start=0.8; the code "
+    "is at commit f6aa2582"
 )
 
 REMOVED: dict[str, tuple[Any, str]] = {

@@ -17,13 +17,11 @@ from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
-from packaging.version import Version
 from torch import Tensor
 
 from bapo_megatron.config import ModelConfig, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.layers import Kind
 from bapo_megatron.layers.delta_net import DeltaNet
 from bapo_megatron.policy.device import has_cuda, release_cached_memory, select_device
 from bapo_megatron.runtime.distributed import on_all_ranks
@@ -31,7 +29,7 @@ from bapo_megatron.runtime.distributed import on_all_ranks
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, DeltaNet, tuple[int, ...]], Tensor]
 
 FLA = "fla-core==0.6.0"
-"""Package of the kernels, as in `make cluster`: the first version that accepts a pack's chunks."""
+"""Package of the kernels, as in `make cluster`: earlier versions do not accept a pack's chunks."""
 LENGTHS = (1000, 1, 65, 63, 64)
 """Document lengths of the test pack, in tokens; a short document after a long one reveals a missing reset."""
 LIMITS = {
@@ -45,20 +43,6 @@ LIMITS = {
 }
 """Largest error of a document, relative to the root mean square over all. In float16, interpreted by triton,
 the kernels' errors are at most 0.001, so about 0.008 in bfloat16; known faults cause errors above 0.5."""
-
-
-def missing_package(kinds: tuple[Kind, ...], dtype: torch.dtype) -> str | None:
-    """Return a message if these layers need a kernel package that this machine lacks; otherwise None."""
-    if not (dtype != torch.float32 and any(isinstance(kind, DeltaNet) for kind in kinds) and has_cuda()):
-        return None
-    version = _version("fla-core")
-    if version is not None and Version(version) >= Version(FLA.partition("==")[2]):
-        return None
-    state = "is not installed" if version is None else f"is of version {version}"
-    return (
-        f"Gated DeltaNet needs the kernels of flash-linear-attention on a GPU, and fla-core {state}: "
-        f"`pip install {FLA}` (`make cluster` does); with model.dtype=float32 torch computes it, slowly"
-    )
 
 
 def check_kernels(model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -53,7 +53,6 @@ from bapo_megatron.runtime.child_process import missing_program
 from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.event_targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.kernel_check import missing_package
 from bapo_megatron.trainer.reference import FIELD as REFERENCE_FIELD
 from bapo_megatron.trainer.suites import load_suites
 
@@ -187,8 +186,7 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
 
 def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
     """Check a model's weights and the device; return the model's shape. Raises ConfigError if the HF folder
-    lacks a tensor, the layout cannot split it, torch cannot use this machine's GPU, or a kernel package is
-    missing."""
+    lacks a tensor, the layout cannot split it, or torch cannot use this machine's GPU."""
     has_cuda()
     shape = read_model_shape(model.hf_path)
     problems = []
@@ -198,8 +196,6 @@ def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
         problems.append(str(error))
     replicas = data_parallel_size(parallel, launched_world_size())
     problems += layout_problems(replace(parallel, data=replicas), shape)
-    if problem := missing_package(shape.kinds, getattr(torch, model.dtype)):
-        problems.append(f"model.hf_path={model.hf_path}: {problem}")
     raise_problems(problems)
     return shape
 
@@ -298,28 +294,15 @@ def _check_replay(config: RunConfig) -> None:
             )
 
 
-_INSTALLS = {
-    "tensorboard": '"tensorboard>=2.18,<3"',
-    "wandb": '"wandb>=0.19,<1"',
-    "trackio": '"trackio>=0.43,<0.44"',
-    "mlflow": '"mlflow-skinny>=3.17,<4" "sqlalchemy>=2,<3" "alembic>=1.14,<2"',
-}
-"""``pip install`` arguments for each board, as in setup.py and `bapo doctor`."""
-
-
 def check_logging(logging: LoggingConfig) -> None:
     """Raise ConfigError if a chosen tracker is not installed."""
-    raise_problems(list(_problems(logging)))
-
-
-def _problems(logging: LoggingConfig) -> Iterator[str]:
-    for name in logging.chosen:
-        if not _is_installed(name):
-            package = "mlflow-skinny" if name == "mlflow" else name
-            yield (
-                f"logging.trackers has {name}, but {package} is not installed: "
-                f"`pip install {_INSTALLS[name]}`, or take {name} out"
-            )
+    raise_problems(
+        [
+            f"logging.trackers: {name} is not installed: `pip install 'bapo-megatron[trackers]'`, or take it out"
+            for name in logging.chosen
+            if not _is_installed(name)
+        ]
+    )
 
 
 def _is_installed(module: str) -> bool:

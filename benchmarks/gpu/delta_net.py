@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from bapo_megatron.layers.delta_net import DeltaNet
-from bapo_megatron.trainer.kernel_check import LIMITS, missing_package, rule_errors, versions
+from bapo_megatron.trainer.kernel_check import LIMITS, rule_errors, versions
 from benchmarks.gpu.rows import Row, Size
 
 KIND = DeltaNet(key_heads=4, value_heads=12, key_dim=128, value_dim=128, kernel=4)
@@ -18,9 +18,6 @@ KIND = DeltaNet(key_heads=4, value_heads=12, key_dim=128, value_dim=128, kernel=
 def rows(size: Size, _folder: Path) -> Iterator[Row]:
     if not size.cuda:
         yield Row("the kernels", "not run: they need a GPU")
-        return
-    if problem := missing_package((KIND,), torch.bfloat16):
-        yield Row("the kernels", f"not run: {problem}")
         return
     from bapo_megatron.policy.delta_net import kernel_rule
 

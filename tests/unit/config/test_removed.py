@@ -62,5 +62,5 @@ def test_any_other_use_is_refused(name: str, old_run: RunConfig, capsys: pytest.
         "from bapo_megatron.algo.bapo import BoundsConfig\n"
         f"def recipe():\n    return BoundsConfig({field}={OTHER[name]!r})\n"
     )
-    with pytest.raises(ConfigError, match=rf"line 3.*{name} is gone: .*algorithm\.bounds=floored\(\)"):
+    with pytest.raises(ConfigError, match=rf"line 3.*{name} is gone: .*algorithm\.bounds\.low_start=0\.8"):
         load_recipe(recipe, RunConfig)

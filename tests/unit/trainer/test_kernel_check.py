@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.layers.delta_net import CHUNK, DeltaNet
 from bapo_megatron.policy import delta_net
 from bapo_megatron.policy.delta_net import _documents_on, _heads, chunked_rule, gated_delta_rule
-from bapo_megatron.trainer import build, kernel_check, preflight, sft
+from bapo_megatron.trainer import build, kernel_check, sft
 from bapo_megatron.trainer.kernel_check import LIMITS, Rule, check_rule, rule_errors
 from tests.support.models import HYBRID, save_tiny_model
 
@@ -101,8 +102,7 @@ def test_a_wrong_kernel_is_named(rule: Rule, said: str) -> None:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A GPU that is made up, for the choice of the kernels alone."""
-    for module in (kernel_check, preflight):
-        monkeypatch.setattr(module, "has_cuda", lambda: True)
+    monkeypatch.setattr(kernel_check, "has_cuda", lambda: True)
     return monkeypatch
 
 
@@ -111,18 +111,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(HYBRID, tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize(("version", "said"), [(None, "is not installed"), ("0.5.2", "is of version 0.5.2")])
-def test_a_hybrid_without_the_package_is_refused_by_name(
-    version: str | None, said: str, on_gpu: pytest.MonkeyPatch, folder: Path, tmp_path: Path
-) -> None:
-    on_gpu.setattr(kernel_check, "_version", lambda _name: version)
-    with pytest.raises(ConfigError, match=f"model.hf_path={folder}: .*fla-core {said}"):
-        preflight.check_weights(ModelConfig(folder, "bfloat16"), ParallelConfig())
-    for model in (folder, save_tiny_model("qwen2", tmp_path)):
-        preflight.check_weights(ModelConfig(model, "float32"), ParallelConfig())
-    preflight.check_weights(ModelConfig(tmp_path, "bfloat16"), ParallelConfig())  # no hybrid
-    on_gpu.setattr(kernel_check, "has_cuda", lambda: False)
-    preflight.check_weights(ModelConfig(folder, "bfloat16"), ParallelConfig())
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fla.modules.causal_conv1d", None)
+    monkeypatch.setattr(kernel_check, "_version", lambda _name: None)
+    said = "raises ModuleNotFoundError: .*fla.*fla-core not installed.* Install fla-core==0.6.0"
+    with pytest.raises(ConfigError, match=said):
+        check_rule(delta_net.kernel_rule, KIND, torch.bfloat16, CPU)
 
 
 def test_a_run_tests_the_kernel_with_its_own_sizes(on_gpu: pytest.MonkeyPatch, folder: Path) -> None:

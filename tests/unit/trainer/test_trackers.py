@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 
 from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.trainer import preflight
 from bapo_megatron.trainer.preflight import check_logging
 from bapo_megatron.trainer.records.trackers import MlflowTracker, TrackedRun, WandbTracker
 
@@ -98,16 +96,6 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 def stored(params: dict[str, str]) -> Any:
     """A run of the store."""
     return SimpleNamespace(info=SimpleNamespace(run_id="m1"), data=SimpleNamespace(params=params))
-
-
-def test_each_board_has_one_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a run's message, and in the extra of setup.py."""
-    given: dict[str, Any] = {}
-    monkeypatch.setattr("setuptools.setup", given.update)
-    runpy.run_path("setup.py")
-    lines = [line for name, line in preflight._INSTALLS.items() if name != "tensorboard"]
-    assert [word.strip('"') for line in lines for word in line.split()] == given["extras_require"]["trackers"]
-    assert preflight._INSTALLS["tensorboard"].strip('"') in given["install_requires"]
 
 
 def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

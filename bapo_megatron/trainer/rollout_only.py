@@ -3,15 +3,15 @@
 Every rank calls ``sample_steps(config, ...)``; rank 0 does the work. The engines load the initial weights
 once, as version 0. Each step's batch is formed as in training and kept in the run directory, for
 ``--train-only``. A restart continues after the last step on disk with metrics. ``RolloutRecord`` writes
-metrics, a line per step and a final table. ``sampled_shares`` returns the share of positive tokens in BAPO's
-searches at ratios of 1, which shows whether BAPO can act.
+metrics, a line per step and one of their means. ``sampled_shares`` returns the share of positive tokens in
+BAPO's searches at ratios of 1, which shows whether BAPO can act.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from statistics import fmean
 from typing import Any
 
 from bapo_megatron.algo.advantages import Rewards, branch_advantages, build_advantage, is_uniform
@@ -26,8 +26,7 @@ from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.step_batches import step_path
 from bapo_megatron.runtime.distributed import barrier, broadcast_from_main, is_main
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
-from bapo_megatron.runtime.jsonl_log import Row, read_events, read_jsonl
-from bapo_megatron.runtime.text_table import text_table
+from bapo_megatron.runtime.jsonl_log import Row, read_jsonl
 from bapo_megatron.trainer.build import open_engines
 from bapo_megatron.trainer.flow_control import WAIT_S
 from bapo_megatron.trainer.records.progress import number_text, numbered_line
@@ -201,26 +200,18 @@ def _share_decides(algorithm: AlgorithmConfig) -> bool:
     return is_known and algorithm.loss == "clip" and sum_count(bounds) > 2 and is_theirs and not changed
 
 
-_QUANTITIES = (
+_SHOWN = (
     ("reward", "sampled/reward/mean", ".3f"),
     ("right", "sampled/reward/correct_fraction", ".1%"),
-    ("length, mean", "sampled/rollout/length_mean", ".0f"),
-    ("length, longest", "sampled/rollout/length_max", ".0f"),
+    ("length", "sampled/rollout/length_mean", ".0f"),
     ("cut off", "sampled/rollout/truncated_fraction", ".1%"),
     ("positive share", SHARE, ".3f"),
     ("searches below target", BELOW, ".1%"),
-    ("responses a search", RESPONSES, ".3g"),
-    ("groups sampled", "rollout/groups_sampled", ".4g"),
-    ("groups uniform", "rollout/groups_uniform", ".4g"),
+    ("uniform groups", "rollout/groups_uniform", ".4g"),
     ("tokens/s", "time/tokens_per_s", ".0f"),
-    ("rewards failed", "sampled/reward/failures", ".4g"),
-    ("rewards timed out", "sampled/reward/timeouts", ".4g"),
+    ("failed", "sampled/reward/failures", ".4g"),
 )
-"""Rows of the table: name, metric, format. They also cover uniform groups, which no step gets."""
-
-
-_USUAL = {"start", "resume", "done", "engine_ready"}
-"""Event kinds of a run without trouble, omitted from the summary."""
+"""Parts of a line: name, metric, format. They also cover uniform groups, which no step gets."""
 
 
 class RolloutRecord(RunRecords):
@@ -242,44 +233,28 @@ class RolloutRecord(RunRecords):
             **sampled_shares(header.groups, self._config.algorithm, self._config.seed, step),
         }
         self._metrics.write_step(step, metrics)
-        print(step_line(step, self._config.steps, metrics), flush=True)
+        print(numbered_line(step, self._config.steps, shown(metrics)), flush=True)
         self.warn_of_cut_episodes(step, metrics)
 
     def finish(self) -> None:
-        """Print the summary table and commands for the rollouts."""
-        print("\n".join(summary(read_jsonl(self._paths.metrics), read_events(self._paths.events))))
+        """Print the means of all steps and commands for the rollouts."""
+        rows = read_jsonl(self._paths.metrics)
+        print("  ".join([f"{len(rows)} steps, means:", *shown(means(rows))]))
         root = self._paths.root
         print(f"responses: {self._paths.journal}")
         print(f"train on them: bapo train RECIPE --train-only {root}")
         print(f"plots: bapo report {root}", flush=True)
 
 
-def step_line(step: int, steps: int, metrics: Metrics) -> str:
-    """Return the progress line of a step, with a dash for a missing number."""
-    show = {name: number_text(metrics.get(metric), style) for name, metric, style in _QUANTITIES}
-    parts = [
-        f"reward {show['reward']}",
-        f"right {show['right']}",
-        f"length {show['length, mean']} (max {show['length, longest']}, cut off {show['cut off']})",
-        f"uniform {show['groups uniform']} of {show['groups sampled']} groups",
-        f"tokens/s {show['tokens/s']}",
-        f"failed {show['rewards failed']} (timed out {show['rewards timed out']})",
-    ]
-    return numbered_line(step, steps, parts)
+def shown(metrics: Metrics) -> list[str]:
+    """Return the parts of a line about a step or a run, with a dash for a missing number."""
+    return [f"{name} {number_text(metrics.get(metric), style)}" for name, metric, style in _SHOWN]
 
 
-def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
-    """Yield the summary table (mean, lowest, highest step of each quantity) and counts of trouble events."""
-    table = [[f"{len(rows)} steps", "mean", "lowest", "highest"]]
-    for name, metric, style in _QUANTITIES:
-        values = [value for row in rows if (value := row.get(metric)) is not None]
-        mean = sum(values) / len(values) if values else None
-        numbers = (mean, min(values, default=None), max(values, default=None))
-        table.append([name, *(number_text(value, style) for value in numbers)])
-    yield from text_table(table, right=(1, 2, 3))
-    counts = Counter(event["kind"] for event in events if event["kind"] not in _USUAL)
-    if counts:
-        yield "events: " + ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
+def means(rows: Sequence[Row]) -> Metrics:
+    """Return the means of the shown metrics over steps; None without a value."""
+    known = {metric: [row[metric] for row in rows if row.get(metric) is not None] for _, metric, _ in _SHOWN}
+    return {metric: fmean(values) if values else None for metric, values in known.items()}
 
 
 def _uniform_groups(header: StepHeader) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +28,10 @@ from bapo_megatron.trainer.rollout_only import (
     RESPONSES,
     SHARE,
     RolloutRecord,
+    means,
     next_step,
     sampled_shares,
-    summary,
+    shown,
 )
 from bapo_megatron.types import Group, Metrics, StepBatch
 from tests.support.batches import header_in_memory, in_memory
@@ -40,15 +40,14 @@ from tests.support.small_steps import group, rollout, run_config
 LossMean = Literal["token", "sequence"]
 
 
-def test_the_table() -> None:
-    means = {1: 0.25, 2: 0.75, 3: None}  # one without a group
-    rows: list[dict[str, Any]] = [{"step": step, "sampled/reward/mean": mean} for step, mean in means.items()]
-    events = [{"kind": kind} for kind in ("start", "engine_ready", "engine_lost", "resume", "engine_lost")]
-    cells = [re.split(r" {2,}", line) for line in summary(rows, events)]
-    lines = {name: values for name, *values in cells}
-    assert lines["3 steps"] == ["mean", "lowest", "highest"]
-    assert lines["reward"] == ["0.500", "0.250", "0.750"]
-    assert [*summary(rows, events)][-1] == "events: engine_lost 2"
+def test_the_last_line() -> None:
+    """Means of the steps that have a value; a dash without any."""
+    rows: list[dict[str, Any]] = [
+        {"step": step, "sampled/reward/mean": mean, SHARE: 0.25, BELOW: None}
+        for step, mean in {1: 0.25, 2: 0.75, 3: None}.items()  # one without a group
+    ]
+    line = shown(means(rows))
+    assert {"reward 0.500", "positive share 0.250", "searches below target -"} <= set(line)
 
 
 def algorithm_of(loss_mean: LossMean = "token", **bounds: Any) -> AlgorithmConfig:
@@ -177,6 +176,8 @@ def test_a_rollout_only_run_writes_its_step(tmp_path: Path, capsys: pytest.Captu
     assert "policy/updates" not in row
     assert (row[SHARE], row[BELOW]) == (pytest.approx(0.25), 1.0)
     told = capsys.readouterr().out
+    assert "\n1 steps, means:  reward " in told
+    assert told.count("positive share 0.250  searches below target 100.0%") == 2
     [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "episodes_cut"]
     assert event["message"].startswith("step 1: all episodes were cut, 100% at environment.max_turns=8")
     assert event["message"] in told

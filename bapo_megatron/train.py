@@ -28,7 +28,6 @@ from bapo_megatron.trainer.checks import (
     check_updates,
     expert_metrics,
     route_metrics,
-    update_names,
 )
 from bapo_megatron.trainer.corrections import corrected, with_old_log_probs
 from bapo_megatron.trainer.flow_control import (
@@ -136,8 +135,8 @@ def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: i
     else:
         on_policy = all(sample.versions.is_only(policy.version) for sample in samples)
     groups, corrections = corrected(policy, groups, config.algorithm, config.batch.pack_tokens, on_policy)
-    if not any(groups):
-        return _no_update(run, corrections)
+    if not any(groups):  # policy, version, optimizer and schedule stay unchanged
+        return {"version": policy.version, "policy/tokens": 0.0, **corrections}
     samples = [sample for group in groups for sample in group]
     versions = [[sample.versions for sample in group] for group in groups]
     ages = age_metrics(versions, policy.version, step_version)
@@ -161,14 +160,7 @@ def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: i
     }
 
 
-def _no_update(run: Run, corrections: Metrics) -> Metrics:
-    """Return the metrics of an update with all responses rejected: None except the version, ``policy/tokens``
-    (0) and the corrections'. No optimizer step: policy, version, optimizer and schedule stay unchanged."""
-    names = [*update_names(run), "policy/grad_norm", "policy/lr"]
-    return {"version": run.policy.version, **dict.fromkeys(names), "policy/tokens": 0.0, **corrections}
-
-
 def _record(run: Run, step: int, header: StepHeader, updates: Sequence[Metrics], clock: StepClock) -> None:
     if run.recorder:
-        metrics = step_metrics(header, updates, clock, update_names(run))
+        metrics = step_metrics(header, updates, clock)
         run.recorder.step(step, updates, {**metrics, **run.handover.metrics()})

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.diagnostics import AGE_METRICS, DIAGNOSTICS, by_source
+from bapo_megatron.algo.diagnostics import DIAGNOSTICS, by_source
 from bapo_megatron.algo.losses import Loss
 from bapo_megatron.algo.measurements import (
     CLIPPING,
@@ -129,11 +129,6 @@ class Objective:
         for measurement in self._measurements:
             metrics |= measurement.metrics(parts[measurement.name], update)
         return metrics
-
-    def metric_names(self) -> list[str]:
-        """Names of an update's metrics, including those of ``age_metrics``."""
-        width = self._width + (self.loss.search.size if self.loss.search else 0)
-        return [*self.metrics(torch.zeros(width, dtype=torch.float64), None), *AGE_METRICS]
 
     def search_sums(self, sums: Tensor) -> Tensor:
         """The loss's search sums in the (reduced) vector, at the weights before the update."""

@@ -33,7 +33,6 @@ from bapo_megatron.config import AlgorithmConfig, RolloutConfig
 from bapo_megatron.errors import ConfigError, GapError
 from bapo_megatron.runtime.distributed import barrier
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.corrections import correction_metrics
 from bapo_megatron.trainer.records.recorder import Recorder
 from bapo_megatron.types import Metrics, StepHeader
 
@@ -86,7 +85,7 @@ def has_other_weights(config: AlgorithmConfig, updates: Sequence[Metrics]) -> bo
     larger ``gap_mean_limit`` in the recipe replaces ``FIRST_GAP_LIMIT``; None disables the check."""
     if config.gap_mean_limit is None:
         return False
-    gaps = (gap for update in updates if (gap := update["rollout/engine_gap_mean"]) is not None)
+    gaps = (gap for update in updates if (gap := update.get("rollout/engine_gap_mean")) is not None)
     gap = next(gaps, None)
     return gap is not None and not gap <= max(FIRST_GAP_LIMIT, config.gap_mean_limit)  # nan is above any
 
@@ -96,7 +95,7 @@ def gap_excess(config: AlgorithmConfig, updates: Sequence[Metrics]) -> Iterator[
     limits = {"mean": config.gap_mean_limit, "max": config.gap_max_limit}
     for name, limit in limits.items():
         for update in updates:
-            gap = update[f"rollout/engine_gap_{name}"]
+            gap = update.get(f"rollout/engine_gap_{name}")
             if limit is not None and gap is not None and not gap <= limit:  # nan is above any limit
                 yield (
                     f"rollout/engine_gap_{name} is {gap:.3g} nats, above algorithm.gap_{name}_limit={limit:g}"
@@ -126,17 +125,6 @@ ROUTE_NAMES = ("routes/known", "routes/unknown_tokens", "routes/mismatch", "rout
 
 EXPERT_NAMES = ("experts/imbalance_mean", "experts/imbalance_max", "experts/router_entropy")
 """Metrics of an update of a mixture of experts."""
-
-
-def router_names(rollout: RolloutConfig, has_experts: bool) -> tuple[str, ...]:
-    """Return the names of a run's metrics from ``route_metrics`` and ``expert_metrics``."""
-    return (*(EXPERT_NAMES if has_experts else ()), *(() if rollout.route_replay == "off" else ROUTE_NAMES))
-
-
-def update_names(run: Run) -> list[str]:
-    """Return the names of the run's update metrics, except those of the optimizer step."""
-    routes = router_names(run.config.rollout, run.policy.has_experts)
-    return [*run.update_loss.objective.metric_names(), *correction_metrics(run.config.algorithm), *routes]
 
 
 def expert_metrics(sums_LC: Tensor | None) -> Metrics:

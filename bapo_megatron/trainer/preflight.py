@@ -298,7 +298,8 @@ def check_logging(logging: LoggingConfig) -> None:
     """Raise ConfigError if a chosen tracker is not installed."""
     raise_problems(
         [
-            f"logging.trackers: {name} is not installed: `pip install 'bapo-megatron[trackers]'`, or take it out"
+            f"logging.trackers: {name} is not installed: "
+            "pip install 'bapo-megatron[trackers]', or take it out"
             for name in logging.chosen
             if not _is_installed(name)
         ]

@@ -228,7 +228,7 @@ class RolloutRecord(RunRecords):
     def step(self, step: int, header: StepHeader, clock: StepClock) -> None:
         """Write a step's metrics and print its line."""
         metrics = {
-            **step_metrics(header, [], clock, []),
+            **step_metrics(header, None, clock),
             "rollout/groups_uniform": _uniform_groups(header),
             **sampled_shares(header.groups, self._config.algorithm, self._config.seed, step),
         }

@@ -216,13 +216,11 @@ class ClipLoss(Loss):
         config = self._config
         measured = update.parts[SEARCH].reshape(-1, sum_count(config)).sum(0)
         exact = search(measured, config)
-        result: SearchResult | tuple[SearchResult, ...] | None = update.found
-        if isinstance(result, tuple) or (result is None and config.scope == "micro_batch"):
+        if isinstance(update.found, SearchResult):
+            used = at_bounds(update.found, measured, config).metrics()
+        else:
             means = (number / update.tokens for number in sums.tolist())
             used = dict(zip(exact.metrics(), means, strict=True))
-        else:
-            result = result or exact  # without a result, where only the metrics' names count
-            used = at_bounds(result, measured, config).metrics()
         if sum_count(config) > 2:
             used["bapo/bounds_moved"] = float(used["bapo/rounds"] > 0)
         else:  # fixed bounds cannot move

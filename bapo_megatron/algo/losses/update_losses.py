@@ -20,7 +20,6 @@ from torch import Tensor
 
 from bapo_megatron.algo.losses import Loss, LossTerms, Search
 from bapo_megatron.algo.measurements import (
-    SEARCH,
     Measurement,
     PackView,
     UpdateSums,
@@ -253,7 +252,7 @@ class M2po(Loss):
 
     def _metrics(self, _sums: Tensor, update: UpdateSums) -> Metrics:
         """Second moment of the candidates before and after masking, and the threshold in nats."""
-        threshold: Threshold = update.found or self._find(update.parts[SEARCH])
+        threshold: Threshold = update.found
         return {
             "m2po/second_moment": threshold.moment,
             "m2po/second_moment_kept": threshold.kept,

@@ -247,16 +247,14 @@ class StepClock:
         return {**self._laps, "time/step_s": self._last - self._start}
 
 
-def step_metrics(
-    header: StepHeader, updates: Sequence[Metrics], clock: StepClock, names: Sequence[str]
-) -> Metrics:
+def step_metrics(header: StepHeader, updates: Sequence[Metrics] | None, clock: StepClock) -> Metrics:
     """Return a step's metrics: those of its rollouts, means (or maxima) over its updates, and times.
-    ``names``: an update's metrics, which are None in a step without updates; empty if nothing is trained."""
-    means = _means(updates, names)
-    taken = [update for update in updates if update.get("policy/tokens") != 0.0]  # those with responses
-    sampled_metrics = {**header.metrics, **_named_rewards(header)}
-    counts: Metrics = {"policy/updates": len(taken)} if names else {}
-    metrics = {**sampled_metrics, **means, **counts, **clock.metrics()}
+    ``updates``: None if nothing is trained."""
+    metrics: Metrics = {**header.metrics, **_named_rewards(header)}
+    if updates is not None:
+        taken = [update for update in updates if update.get("policy/tokens") != 0.0]  # those with responses
+        metrics |= {**_means(updates), "policy/updates": len(taken)}
+    metrics |= clock.metrics()
     seconds = metrics["time/step_s"] or 1.0
     metrics["time/tokens_per_s"] = (metrics.get("sampled/rollout/tokens") or 0.0) / seconds
     return metrics
@@ -270,10 +268,9 @@ def _named_rewards(header: StepHeader) -> Metrics:
     }
 
 
-def _means(updates: Sequence[Metrics], expected: Sequence[str]) -> Metrics:
+def _means(updates: Sequence[Metrics]) -> Metrics:
     """Return each metric's mean over the updates that have it (maximum for names in max); None for none."""
-    logged = (name for update in updates for name in update if "/" in name)  # not `epoch`, `version`
-    names = dict.fromkeys([*expected, *logged])
+    names = dict.fromkeys(name for update in updates for name in update if "/" in name)  # not `version`
     means: Metrics = {}
     for name in names:
         values = [value for update in updates if (value := update.get(name)) is not None]

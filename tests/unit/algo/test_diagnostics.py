@@ -26,6 +26,7 @@ from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.types import Metrics, VersionSpan
+from tests.support.bapo_objective import metric_names
 from tests.unit.algo.test_objective import pack
 
 LN = math.log
@@ -208,4 +209,4 @@ def test_metrics_by_source_by_hand() -> None:
         ours = [found[f"source/{source}/{metric}"] for source in (*SOURCES, "absent")]
         assert ours == [value if value is None else pytest.approx(value, abs=1e-6) for value in values]
     plain = Objective(ClipLoss(AlgorithmConfig(bounds=grpo())))
-    assert not [name for name in plain.metric_names() if name.startswith("source/")]
+    assert not [name for name in metric_names(plain) if name.startswith("source/")]

@@ -50,7 +50,6 @@ def test_the_entropy_bonus_by_hand() -> None:
     assert torch.equal(found.log_prob_T.grad, rest.log_prob_T.grad)  # type: ignore[arg-type]
     metrics = update.objective.metrics(sums.detach(), None)
     assert metrics["terms/entropy_bonus"] == pytest.approx(-0.2)  # of two tokens
-    assert "terms/entropy_bonus" in update.objective.metric_names()
 
 
 def test_the_kl_terms_are_added_beside_it() -> None:

@@ -18,7 +18,7 @@ from bapo_megatron.algo.settings import settings_of
 from bapo_megatron.config import RewardConfig, RunConfig, SftConfig
 from bapo_megatron.environment.settings import AgentSettings
 from bapo_megatron.rollout.sampler.sampling_metrics import rollout_metrics
-from tests.support.bapo_objective import objective
+from tests.support.bapo_objective import metric_names, objective
 from tests.support.config_page import COMMAND, config_page, field_texts
 from tests.support.config_page import PAGE as CONFIG_PAGE
 from tests.support.event_kinds import written_kinds
@@ -114,7 +114,7 @@ def _written() -> set[str]:
     lines = (ROOT / "tests/fixtures/bapo/metrics.jsonl").read_text().splitlines()
     stored = {name for line in lines for name in json.loads(line) if "/" in name}
     stored = {name for name in stored if not name.startswith("contribution/")}  # of earlier versions
-    return {*objective(paper()).metric_names(), *rollout_metrics([], RewardConfig()), *stored}
+    return {*metric_names(objective(paper())), *rollout_metrics([], RewardConfig()), *stored}
 
 
 def test_every_metric_is_on_a_page() -> None:

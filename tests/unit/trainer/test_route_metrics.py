@@ -17,7 +17,6 @@ from bapo_megatron.trainer.checks import (
     check_stored_routes,
     expert_metrics,
     route_metrics,
-    router_names,
 )
 from bapo_megatron.trainer.preflight import check_route_replay
 from bapo_megatron.types import StoredRoutes
@@ -37,7 +36,6 @@ def test_metrics_by_hand() -> None:
     }
     assert route_metrics(torch.tensor([8.0, 0, 9, 0, 0, 0, 0]))["routes/mismatch"] is None
     assert route_metrics(None) == {}
-    assert tuple(found) == router_names(RolloutConfig(route_replay="measure"), False)
 
 
 def test_expert_metrics_by_hand() -> None:
@@ -51,10 +49,6 @@ def test_expert_metrics_by_hand() -> None:
     }
     assert expert_metrics(torch.zeros(2, 6)) == dict.fromkeys(EXPERT_NAMES)
     assert expert_metrics(None) == {}
-    assert router_names(RolloutConfig(), has_experts=False) == ()
-    assert router_names(RolloutConfig(), has_experts=True) == tuple(found)
-    both = router_names(RolloutConfig(route_replay="replay"), has_experts=True)
-    assert both == (*found, *router_names(RolloutConfig(route_replay="replay"), False))
 
 
 DEFAULT = AlgorithmConfig().route_mismatch_limit

@@ -134,7 +134,8 @@ def _range_problems(bound: str, start: float, end: float, step: float) -> Iterat
 @dataclass(frozen=True)
 class Bounds:
     """Result of ``search_bounds``: c_low and c_high, the positive tokens' contribution at them, number of
-    moves, and whether the target was reached; with the dual clip for the loss. Equal on every rank."""
+    moves, whether the target was reached, and whether all advantages had one sign; with the dual clip for the
+    loss. Equal on every rank."""
 
     low: float  # c_low
     """Clips tokens with negative advantage at ratios up to this."""
@@ -148,6 +149,20 @@ class Bounds:
     """Whether the contribution is at least the target."""
     dual_clip: float | None = None
     """The config's dual clip: used by the loss, not by the search."""
+    one_sign: bool = False
+    """Whether all advantages in the search had one sign, with nothing to balance."""
+
+    def metrics(self) -> dict[str, float]:
+        """Bounds, contribution and outcome by metric name, for each of the search's tokens."""
+        return {
+            "bapo/clip_low": self.low,
+            "bapo/clip_high": self.high,
+            "bapo/contribution": self.contribution,
+            "bapo/rounds": float(self.rounds),
+            "bapo/reached": float(self.reached),
+            "bapo/one_sign_tokens": float(self.one_sign),
+            "bapo/moved_tokens": float(self.rounds > 0),
+        }
 
 
 def low_values(config: BoundsConfig) -> list[float]:
@@ -212,10 +227,11 @@ def search_bounds(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> B
     lows, highs = low_values(config), high_values(config)
     if not any(positive) and not any(negative):
         return Bounds(lows[0], highs[0], dual_clip=config.dual_clip)
+    one_sign = any(positive) != any(negative)
     for moves, (low, high) in enumerate(search_path(config)):
         contribution = positive_share(positive[high], negative[low], config.share)
         reached = contribution >= config.target
-        bounds = Bounds(lows[low], highs[high], contribution, moves, reached, config.dual_clip)
+        bounds = Bounds(lows[low], highs[high], contribution, moves, reached, config.dual_clip, one_sign)
         if reached:
             break
     return bounds

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.algo.bounds import Bounds, search_bounds, sum_count
-from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
+from bapo_megatron.algo.losses.clip import ClipLoss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.terms import build_terms, check_terms
 from bapo_megatron.commands.layout_reference import (
@@ -102,12 +102,12 @@ def measure_totals(
     loss = ClipLoss(replace(config.algorithm, bounds=bounds))
     sums = policy.token_sums(packs, loss.search.measure)
     chosen = loss.search.find(sums)
-    used = chosen if at is None else SearchResult(at)
+    used = chosen if at is None else at
     objective = Objective(loss, terms=build_terms(config.algorithm))
     result = policy.update(packs, objective.token_fn(used, policy.version))
     tokens = sum(sample.trained_tokens for sample in samples)
     loss_mean = float(result.sums[0]) / tokens
-    return Totals(sums.numpy(), chosen.bounds.low, chosen.bounds.high, loss_mean, result.grad_norm)
+    return Totals(sums.numpy(), chosen.low, chosen.high, loss_mean, result.grad_norm)
 
 
 def _packs(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> list[MicroBatch]:

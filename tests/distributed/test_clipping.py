@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import balanced
-from bapo_megatron.algo.losses.clip import contribution_fn, search
+from bapo_megatron.algo.bounds import search_bounds
+from bapo_megatron.algo.losses.clip import contribution_fn
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import (
     AlgorithmConfig,
@@ -124,7 +125,7 @@ def test_bounds_of_the_packs_in_hand(text: str, qwen2: Path, samples: list[Sampl
                 log_prob_T[start : start + length] = log_probs[row]
             part = measure(TokenStats(log_prob_T, torch.zeros_like(log_prob_T)), pack)
             sums = sums + part if sums.numel() else part
-        bounds = search(sums, algorithm.bounds).bounds
+        bounds = search_bounds(sums, algorithm.bounds)
         count = float(sum(pack.mask_T.sum() for pack in packs))
         low, high, tokens = low + count * bounds.low, high + count * bounds.high, tokens + count
     assert len(replicas[0]) > 1
@@ -138,7 +139,7 @@ def old_sums(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> t
     batch = BatchConfig(pack_tokens=96)
     policy = MegatronPolicy(ModelConfig(folder, "float32"), parallel, batch, OptimizerConfig(), 1)
     packs = pack_samples(samples, 96, layout=policy.pack_layout)
-    found = search(torch.zeros(53), EXACT)
+    found = search_bounds(torch.zeros(53), EXACT)
     return torch.cat(
         [policy.old_sums(packs, fn) for fn in (contribution_fn(EXACT), loss_fn(found, EXACT, 0))]
     )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import distrib_optimizer
 
 from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.algo.losses.clip import search
+from bapo_megatron.algo.bounds import search_bounds
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
@@ -60,7 +60,7 @@ def build(folder: Path, text: str, dtype: str, device: str) -> MegatronPolicy:
 def train(policy: MegatronPolicy, samples: list[Sample], updates: int = UPDATES) -> list[float]:
     """The gradient norms of some updates."""
     packs = pack_samples(samples, 96, "token", policy.pack_layout)
-    loss = loss_fn(search(torch.zeros(2, dtype=torch.float64), grpo()), grpo(), 0)
+    loss = loss_fn(search_bounds(torch.zeros(2, dtype=torch.float64), grpo()), grpo(), 0)
     return [policy.update(packs, loss).grad_norm for _ in range(updates)]
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import Bounds, balanced
-from bapo_megatron.algo.losses.clip import contribution_fn, search, search_groups
+from bapo_megatron.algo.bounds import search_bounds
+from bapo_megatron.algo.losses.clip import contribution_fn, search_groups
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -104,12 +105,12 @@ def answer(folder: Path, samples: list[Sample], where: Layout, updates: int) -> 
     sequences[torch.tensor(order)] = by_place
     groups = search_groups(for_groups, GROUPED)
     grouped_loss = float(policy.token_sums(packs, loss_fn(groups, GROUPED, policy.version))[0])
-    grouped = [] if where.shuffled else [one.bounds for one in groups]
-    first = sums, search(sums, BOUNDS).bounds
+    grouped = [] if where.shuffled else list(groups)
+    first = sums, search_bounds(sums, BOUNDS)
     losses, norms, routes, experts = [], [], [], []
     for number in range(updates):
         sums = policy.token_sums(packs, contribution_fn(BOUNDS)) if number else sums
-        result = policy.update(packs, loss_fn(search(sums, BOUNDS), BOUNDS, policy.version))
+        result = policy.update(packs, loss_fn(search_bounds(sums, BOUNDS), BOUNDS, policy.version))
         losses.append(float(result.sums[0]))
         norms.append(result.grad_norm)
         if result.routes is not None:

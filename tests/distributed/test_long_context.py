@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import Bounds, balanced
-from bapo_megatron.algo.losses.clip import contribution_fn, search
+from bapo_megatron.algo.bounds import search_bounds
+from bapo_megatron.algo.losses.clip import contribution_fn
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
@@ -48,10 +49,10 @@ def answer(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> Ans
         for row, start, length in pack.rows
     }
     measure = contribution_fn(BOUNDS)
-    found = search(sum(measure(*pair) for pair in zip(stats, packs, strict=True)), BOUNDS)
+    found = search_bounds(sum(measure(*pair) for pair in zip(stats, packs, strict=True)), BOUNDS)
     result = policy.update(packs, loss_fn(found, BOUNDS, 0))
     gradient = {name: before[name] - tensor for name, tensor in policy.hf_weights()}
-    return Answer(log_probs, found.bounds, float(result.sums[0]), result.grad_norm, gradient)
+    return Answer(log_probs, found, float(result.sums[0]), result.grad_norm, gradient)
 
 
 def sample(generator: np.random.Generator, tokens: int, advantage: float) -> Sample:

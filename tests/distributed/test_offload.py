@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.algo.losses.clip import search
+from bapo_megatron.algo.bounds import search_bounds
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
@@ -55,7 +55,7 @@ def build(folder: Path, text: str, dtype: str, device: Device, temperature: floa
 def update(policy: MegatronPolicy, samples: list[Sample]) -> tuple[float, float]:
     """The gradient's norm and the first metric of one update."""
     packs = pack_samples(samples, 96, "token", policy.pack_layout)
-    loss = loss_fn(search(torch.zeros(2, dtype=torch.float64), grpo()), grpo(), 0)
+    loss = loss_fn(search_bounds(torch.zeros(2, dtype=torch.float64), grpo()), grpo(), 0)
     result = policy.update(packs, loss)
     return result.grad_norm, float(result.sums[0])
 

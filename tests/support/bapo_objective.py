@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.bapo import BoundsConfig
+from bapo_megatron.algo.bapo import Bounds, BoundsConfig
 from bapo_megatron.algo.diagnostics import AGE_METRICS
-from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
+from bapo_megatron.algo.losses.clip import ClipLoss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
@@ -36,5 +36,5 @@ def loss_fn(found: Any, config: BoundsConfig, version: int) -> TokenFn:
     return objective(config).token_fn(found, version)
 
 
-def update_metrics(sums: Tensor, found: SearchResult | None, config: BoundsConfig) -> Metrics:
+def update_metrics(sums: Tensor, found: Bounds | None, config: BoundsConfig) -> Metrics:
     return objective(config).metrics(sums, found)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.algo.losses.clip import search
+from bapo_megatron.algo.bounds import search_bounds
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -39,7 +39,7 @@ def small_policy(
 def updates_of(policy: MegatronPolicy, samples: list[Sample], count: int = 1) -> list[UpdateResult]:
     """The results of ``count`` updates with fixed bounds."""
     packs = pack_samples(samples, 96, "token", policy.pack_layout)
-    found = search(torch.zeros(2, dtype=torch.float64), grpo())
+    found = search_bounds(torch.zeros(2, dtype=torch.float64), grpo())
     return [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(count)]
 
 

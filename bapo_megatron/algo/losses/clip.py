@@ -3,8 +3,8 @@
     loss = -sum_t weight min(r A, clip(r, c_low, c_high) A),    r = pi / pi_old
 
 ``ClipLoss`` is the default, ``algorithm.loss=clip``. ``algorithm.bounds`` chooses the bounds, with presets in
-``bapo_megatron.algo.bapo``. To search them, ``contribution_fn`` computes a pack's sums, and ``search`` (or
-``search_groups``) maps the reduced sums to bounds. With ``algorithm.bounds.scope=micro_batch`` each search
+``bapo_megatron.algo.bapo``. To search them, ``contribution_fn`` computes a pack's sums, and ``search_bounds``
+(or ``search_groups``) maps the reduced sums to bounds. With ``algorithm.bounds.scope=micro_batch`` each
 group, about ``bounds_tokens`` tokens of an update, has its own bounds. Groups depend only on the update's
 data: they are the same for every rank, layout and pack length, and need packs of ``pack_samples``; others
 raise ValueError. With ``bounds_tokens=None`` the packs that all ranks process together are one group.
@@ -15,7 +15,7 @@ Legend: ``_T`` tokens of a pack (a micro-batch), ``_G`` search groups of an upda
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any
 
@@ -91,27 +91,6 @@ def _groups(batch: MicroBatch, bounds_tokens: int) -> tuple[int, ...]:
     return group_of_sequences(batch.trained_tokens, bounds_tokens)
 
 
-@dataclass(frozen=True)
-class SearchResult:
-    """Result of a bounds search, equal on every rank: bounds, and whether all advantages had one sign."""
-
-    bounds: Bounds
-    one_sign: bool = False
-    """Whether all advantages in the search had one sign, with nothing to balance."""
-
-    def metrics(self) -> dict[str, float]:
-        """Bounds, contribution and outcome by metric name, for each of the search's tokens."""
-        return {
-            "bapo/clip_low": self.bounds.low,
-            "bapo/clip_high": self.bounds.high,
-            "bapo/contribution": self.bounds.contribution,
-            "bapo/rounds": float(self.bounds.rounds),
-            "bapo/reached": float(self.bounds.reached),
-            "bapo/one_sign_tokens": float(self.one_sign),
-            "bapo/moved_tokens": float(self.bounds.rounds > 0),
-        }
-
-
 def contribution_fn(config: BoundsConfig) -> TokenFn:
     """Return a token function (``TokenFn``) of a pack's contribution sums, for the searches below."""
 
@@ -126,25 +105,18 @@ def contribution_fn(config: BoundsConfig) -> TokenFn:
     return sums
 
 
-def search(sums: Tensor, config: BoundsConfig) -> SearchResult:
-    """Run Algorithm 1 on the (reduced) sums of ``contribution_fn``."""
-    positive, negative = sums.split([len(high_values(config)), len(low_values(config))])
-    return SearchResult(search_bounds(sums, config), bool(positive.any()) != bool(negative.any()))
+def search_groups(sums: Tensor, config: BoundsConfig) -> tuple[Bounds, ...]:
+    """``search_bounds`` for each group, on the (reduced) sums of ``contribution_fn`` over the update."""
+    return tuple(search_bounds(row, config) for row in sums.reshape(-1, sum_count(config)))
 
 
-def search_groups(sums: Tensor, config: BoundsConfig) -> tuple[SearchResult, ...]:
-    """``search`` for each group, on the (reduced) sums of ``contribution_fn`` over the whole update."""
-    return tuple(search(row, config) for row in sums.reshape(-1, sum_count(config)))
-
-
-def at_bounds(result: SearchResult, sums: Tensor, config: BoundsConfig) -> SearchResult:
-    """Return a result with the contribution that other (reduced) sums have at its bounds."""
-    bounds, rows, highs = result.bounds, sums.tolist(), high_values(config)
+def at_bounds(bounds: Bounds, sums: Tensor, config: BoundsConfig) -> Bounds:
+    """Return bounds with the contribution that other (reduced) sums have at them."""
+    rows, highs = sums.tolist(), high_values(config)
     positive = rows[highs.index(bounds.high)]
     negative = rows[len(highs) + low_values(config).index(bounds.low)]
     contribution = positive_share(positive, negative, config.share)
-    reached = contribution >= config.target
-    return replace(result, bounds=replace(bounds, contribution=contribution, reached=reached))
+    return replace(bounds, contribution=contribution, reached=contribution >= config.target)
 
 
 class ClipLoss(Loss):
@@ -166,23 +138,17 @@ class ClipLoss(Loss):
         fixed = size == 2
         self.search = Search(
             contribution_fn(config),
-            lambda sums: search_groups(sums, config) if config.grouped else search(sums, config),
+            lambda sums: (search_groups if config.grouped else search_bounds)(sums, config),
             config.sums_over,
             0 if config.grouped else size,
-            known=search(torch.zeros(size, dtype=torch.float64), config) if fixed else None,
+            known=search_bounds([0.0] * size, config) if fixed else None,
         )
         self.measurements = (Measurement("bounds", 7, self._bounds_sums, self._bounds_metrics),)
 
-    def terms(
-        self, stats: TokenStats, batch: MicroBatch, found: SearchResult | tuple[SearchResult, ...]
-    ) -> LossTerms:
-        """Return Eq. 4 at the bounds of ``found``."""
+    def terms(self, stats: TokenStats, batch: MicroBatch, found: Bounds | tuple[Bounds, ...]) -> LossTerms:
+        """Return Eq. 4 at the bounds ``found``."""
         log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
-        bounds: Bounds | TokenBounds
-        if isinstance(found, tuple):
-            bounds = TokenBounds.of([search.bounds for search in found], self._group_T(batch))
-        else:
-            bounds = found.bounds
+        bounds = TokenBounds.of(found, self._group_T(batch)) if isinstance(found, tuple) else found
         fields = (log_ratio_T.detach(), batch.advantage_T, batch.mask_T, bounds)
         return LossTerms(
             policy_loss(log_ratio_T, batch.advantage_T, batch.weight_T, bounds),
@@ -215,8 +181,8 @@ class ClipLoss(Loss):
         """
         config = self._config
         measured = update.parts[SEARCH].reshape(-1, sum_count(config)).sum(0)
-        exact = search(measured, config)
-        if isinstance(update.found, SearchResult):
+        exact = search_bounds(measured, config)
+        if isinstance(update.found, Bounds):
             used = at_bounds(update.found, measured, config).metrics()
         else:
             means = (number / update.tokens for number in sums.tolist())
@@ -227,6 +193,6 @@ class ClipLoss(Loss):
             del used["bapo/moved_tokens"]
         return {
             **used,
-            "bapo/clip_low_distance": used["bapo/clip_low"] - exact.bounds.low,
-            "bapo/clip_high_distance": used["bapo/clip_high"] - exact.bounds.high,
+            "bapo/clip_low_distance": used["bapo/clip_low"] - exact.low,
+            "bapo/clip_high_distance": used["bapo/clip_high"] - exact.high,
         }

@@ -57,7 +57,7 @@ SIGNED = {"share": "signed", "target": 9.0}
         ([1.0, 4.0, 1.0, 1.0], {"high_end": 1.5}, Bounds(0.7, 1.5, 0.5, rounds=1, reached=True)),
         # Nothing to balance; nothing over nothing counts as zero, and the search continues.
         ([0.0] * 5, {}, Bounds(0.6, 1.5, 0.0, 0, False)),
-        ([0.0, 1.0, 0.0, 0.0, 0.0], {}, Bounds(0.6, 2.0, 1.0, 1, True)),
+        ([0.0, 1.0, 0.0, 0.0, 0.0], {}, Bounds(0.6, 2.0, 1.0, 1, True, one_sign=True)),
         # (1.5, 0.6): 1 / |1 - 2| = 1; (2.0, 0.6): 2 / |2 - 2| = inf.
         ([1.0, 2.0, 2.0, 2.0, 2.0], SIGNED, Bounds(0.6, 2.0, math.inf, 1, True)),
         ([2.0, 3.0, 4.0, 3.0, 2.0], {"share": "ratio", "target": 1.5}, Bounds(0.8, 2.0, 1.5, 3, True)),

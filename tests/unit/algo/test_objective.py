@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import balanced, grpo
+from bapo_megatron.algo.bounds import search_bounds
 from bapo_megatron.algo.losses import build_loss
-from bapo_megatron.algo.losses.clip import contribution_fn, search
+from bapo_megatron.algo.losses.clip import contribution_fn
 from bapo_megatron.algo.measurements import PackView, token_mean
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
@@ -60,7 +61,7 @@ def test_loss_and_metrics_of_fixed_bounds_by_hand() -> None:
     two tokens lie in one bucket, of which the first is clipped, and one, clipped, in another.
     """
     config = grpo()
-    found = search(contribution_fn(config)(STATS, PACK), config)
+    found = search_bounds(contribution_fn(config)(STATS, PACK), config)
     log_prob_T = STATS.log_prob_T.clone().requires_grad_()
     sums = loss_fn(found, config, version=6)(TokenStats(log_prob_T, STATS.entropy_T), PACK)
     sums[0].backward()  # d loss / d log pi = -w r A for the token that is not clipped, else 0
@@ -118,7 +119,7 @@ def test_pi_old_is_in_the_ratio_and_pi_rollout_in_the_rest() -> None:
     one = pack([1.0], [LN(1 / 8)], [1.0], [3], old=[LN(1 / 4)])
     stats = TokenStats(torch.tensor([LN(1 / 2)]), torch.zeros(1))
     sums = contribution_fn(config)(stats, one)
-    metrics = update_metrics(loss_fn(search(sums, config), config, 3)(stats, one), None, config)
+    metrics = update_metrics(loss_fn(search_bounds(sums, config), config, 3)(stats, one), None, config)
     assert metrics["policy/loss"] == pytest.approx(-1.2)
     assert metrics["policy/ratio_gap"] == metrics["staleness/0/ratio_gap"] == pytest.approx(LN(2))
     assert metrics["policy/kl"] == pytest.approx(3 - LN(4))
@@ -136,8 +137,8 @@ def test_bounds_from_elsewhere_are_judged_by_the_tokens_of_the_update() -> None:
     search stops at once: at c_high = 1.2 the third token is alive and no negative one is.
     """
     config = balanced()
-    stale = search(torch.tensor([1.0] * 37 + [9.0] * 16, dtype=torch.float64), config)
-    assert (stale.bounds.low, stale.bounds.high, stale.bounds.reached) == (0.9, 3.0, False)
+    stale = search_bounds(torch.tensor([1.0] * 37 + [9.0] * 16, dtype=torch.float64), config)
+    assert (stale.low, stale.high, stale.reached) == (0.9, 3.0, False)
     metrics = update_metrics(loss_fn(stale, config, 6)(STATS, PACK), stale, config)
     assert metrics["bapo/clip_high"] == 3.0
     assert metrics["bapo/contribution"] == 1.0
@@ -148,7 +149,7 @@ def test_bounds_from_elsewhere_are_judged_by_the_tokens_of_the_update() -> None:
 
 def test_logged_bounds_of_an_update_are_candidates_to_the_bit() -> None:
     config = dataclasses.replace(balanced(), low_start=0.62, low_end=0.62)
-    found = search(contribution_fn(config)(STATS, PACK), config)
+    found = search_bounds(contribution_fn(config)(STATS, PACK), config)
     loss = loss_fn(found, config, 0)
     sums = sum(loss(STATS, PACK) for _ in range(15))
     assert update_metrics(sums, found, config)["bapo/clip_low"] == 0.62

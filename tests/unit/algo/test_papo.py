@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algo.bapo import balanced, grpo
-from bapo_megatron.algo.losses.clip import contribution_fn, search
+from bapo_megatron.algo.bounds import search_bounds
+from bapo_megatron.algo.losses.clip import contribution_fn
 from bapo_megatron.algo.papo import polarity, reweighted
 from bapo_megatron.algo.papo_schedule import BranchWeights, PapoConfig, PapoSchedule, phase
 from bapo_megatron.config import AlgorithmConfig
@@ -119,7 +120,7 @@ def test_advantages_of_both_branches_by_hand() -> None:
     reweighted(keep, BranchWeights(3.0, 0.5))(ALIKE, BATCH)
     assert seen[0].tolist() == [0.5, -3.0, 6.0, -1.0]
     config = grpo()
-    loss = loss_fn(search(contribution_fn(config)(ALIKE, BATCH), config), config, 7)
+    loss = loss_fn(search_bounds(contribution_fn(config)(ALIKE, BATCH), config), config, 7)
     log_prob_T = BATCH.old_log_prob_T.clone().requires_grad_()
     found = reweighted(loss, BranchWeights(3.0, 0.5))(TokenStats(log_prob_T, torch.ones(4)), BATCH)[0]
     found.backward()
@@ -143,7 +144,7 @@ def test_search_and_loss_see_the_weights_of_the_updates_before() -> None:
         loss = clipping.loss(policy, [BATCH], on_policy=True)  # type: ignore[arg-type]
         sums = loss(ALIKE, BATCH)  # type: ignore[operator]
         logs.append(clipping.observe(sums))
-        shares.append(clipping.found.bounds.contribution)
+        shares.append(clipping.found.contribution)
         losses.append(float(sums[0]))
     assert policy.calls == ["token_sums", "token_sums"]  # a known ratio does not tell the entropies
     assert shares == pytest.approx([0.5, 3.5 / 6])

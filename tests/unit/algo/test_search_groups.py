@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import balanced, fixed, published_code
-from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.bounds import Bounds, BoundsConfig
 from bapo_megatron.algo.losses.clip import (
     ClipLoss,
-    SearchResult,
     contribution_fn,
     group_of_sequences,
     search_groups,
@@ -95,9 +94,9 @@ def test_every_group_is_searched_by_itself(config: BoundsConfig, samples: list[S
     found = search_groups(sum(measure(stats_of(one), one) for one in packs), config)  # type: ignore[arg-type]
     expected = [literal.search_tokens(one, config) for one in tokens]
     for one, theirs in zip(found, expected, strict=True):
-        assert (one.bounds.low, one.bounds.high) == (theirs.low, theirs.high)
-        assert one.bounds.contribution == pytest.approx(theirs.contribution, rel=1e-9)
-        assert (one.bounds.rounds, one.bounds.reached) == (theirs.rounds, theirs.reached)
+        assert (one.low, one.high) == (theirs.low, theirs.high)
+        assert one.contribution == pytest.approx(theirs.contribution, rel=1e-9)
+        assert (one.rounds, one.reached) == (theirs.rounds, theirs.reached)
     assert len({(one.low, one.high) for one in expected}) >= (3 if config.measure == "gradient" else 2)
     one_sign = [len({token.advantage > 0 for token in one if token.advantage}) == 1 for one in tokens]
     assert [one.one_sign for one in found] == one_sign
@@ -124,7 +123,7 @@ def test_every_group_is_searched_by_itself(config: BoundsConfig, samples: list[S
 
 def metrics_of(
     samples: list[Sample], config: BoundsConfig, *packing: int
-) -> tuple[tuple[SearchResult, ...], Metrics, torch.Tensor]:
+) -> tuple[tuple[Bounds, ...], Metrics, torch.Tensor]:
     packs = packed(samples, *packing)
     objective = Objective(ClipLoss(AlgorithmConfig(bounds=config)))
     search_of = objective.loss.search
@@ -140,8 +139,8 @@ def test_packs_and_replicas_change_nothing(packing: tuple[int, ...], samples: li
     """Micro-batch scope with groups is one answer; replicas beyond the samples get dummies."""
     reference, metrics, vector = metrics_of(samples, GROUPED, 96)
     found, ours, other = metrics_of(samples, GROUPED, *packing)
-    assert [one.bounds.low for one in found] == [one.bounds.low for one in reference]
-    assert [one.bounds.high for one in found] == [one.bounds.high for one in reference]
+    assert [one.low for one in found] == [one.low for one in reference]
+    assert [one.high for one in found] == [one.high for one in reference]
     torch.testing.assert_close(other, vector, rtol=1e-10, atol=1e-12)
     assert ours.keys() == metrics.keys()
     known = {name: value for name, value in metrics.items() if value is not None}
@@ -153,7 +152,7 @@ def test_metrics_are_means_over_tokens() -> None:
     samples = [one_response(6, 1.0), one_response(4, -1.0)]
     config = dataclasses.replace(balanced(), scope="micro_batch", bounds_tokens=4)
     found, metrics, _ = metrics_of(samples, config, 64)
-    assert [(one.bounds.low, one.bounds.high) for one in found] == [(0.6, 1.2), (0.9, 3.0)]
+    assert [(one.low, one.high) for one in found] == [(0.6, 1.2), (0.9, 3.0)]
     assert (metrics["bapo/clip_low"], metrics["bapo/clip_high"]) == pytest.approx((0.72, 1.92))
     assert metrics["bapo/one_sign_tokens"] == 1.0
     assert (metrics["bapo/bounds_moved"], metrics["bapo/moved_tokens"]) == (1.0, 0.4)
@@ -175,7 +174,7 @@ def one_response(tokens: int, advantage: float) -> Sample:
 
 def test_groups_need_lengths_unless_bounds_are_fixed(samples: list[Sample]) -> None:
     fixed_bounds = dataclasses.replace(fixed(0.8, 1.2), scope="micro_batch", bounds_tokens=8)
-    assert ClipLoss(AlgorithmConfig(bounds=fixed_bounds)).search.known.bounds.low == 0.8
+    assert ClipLoss(AlgorithmConfig(bounds=fixed_bounds)).search.known.low == 0.8
     batch = dataclasses.replace(packed(samples, 96)[0], trained_tokens=())
     with pytest.raises(ValueError, match="knows the lengths of 0 of 30 sequences"):
         contribution_fn(GROUPED)(stats_of(batch), batch)

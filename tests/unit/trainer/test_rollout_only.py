@@ -153,7 +153,7 @@ def test_they_are_the_searches_of_a_run(loss_mean: LossMean) -> None:
             measure = contribution_fn(algorithm.bounds)
             sums = torch.stack([measure(*both) for both in zip(stats, packs, strict=True)]).sum(0)
             found = search_groups(sums, algorithm.bounds)
-            moved += [one.bounds.rounds > 0 for one in found if one.bounds.reached or one.bounds.rounds]
+            moved += [one.rounds > 0 for one in found if one.reached or one.rounds]
     ours = shares_of(algorithm, *groups, seed=7, step=5)
     assert ours[BELOW] == pytest.approx(np.mean(moved))
     assert 0.1 < np.mean(moved) < 0.9

@@ -49,7 +49,7 @@ def test_bounds_and_the_passes_that_they_need(
     policy: Any = NotedPolicy()
     update_loss = UpdateLoss(AlgorithmConfig(bounds=bounds, **rest))
     assert not isinstance(update_loss.loss(policy, PACKS, on_policy), SearchedLoss)
-    bounds = update_loss.found.bounds
+    bounds = update_loss.found
     assert (policy.calls, (bounds.low, bounds.high)) == (passes, found)
 
 
@@ -125,7 +125,7 @@ def test_lagged_bounds_are_those_of_the_update_before() -> None:
             assert resumed.state() == update_loss.state()
         resumed.loss(policy, other, state is None)
         assert policy.calls == []
-        assert resumed.found.bounds == first.bounds
+        assert resumed.found == first
 
 
 @pytest.mark.parametrize("changed", [{"high_end": 4.0}, {"high_start": 1.25, "high_end": 3.05}])
@@ -140,7 +140,7 @@ def test_lagged_sums_are_of_their_candidates_alone(changed: dict[str, float]) ->
     for one in (fresh, resumed):
         one.loss(policy, other, False)
     assert policy.calls == ["token_sums", "token_sums"]
-    assert resumed.found.bounds == fresh.found.bounds
+    assert resumed.found == fresh.found
 
 
 def step(version: int = 8, **algorithm: Any) -> tuple[list[dict[str, float | None]], NotedPolicy]:

@@ -28,21 +28,11 @@ TEXT = "[bold]" + "word " * 200 + ":smile:"
         ),
         ([("a", TEXT)], {}, [f"a  {TEXT}"]),  # neither markup nor cut nor wrapped
         ([("\u6a21\u578b", "1"), ("abcd", "2")], {}, ["\u6a21\u578b  1", "abcd  2"]),  # two cells each
+        ([("a", "1\n22"), ("b", "3")], {"right": {1}}, ["a   1", "   22", "b   3"]),
     ],
 )
 def test_columns_are_aligned(rows: list[tuple[str, ...]], given: dict[str, Any], expected: list[str]) -> None:
     assert text_table(rows, **given) == expected
-
-
-def test_columns_of_fixed_widths_wrap_between_words_and_lose_no_character() -> None:
-    assert text_table([("ok", "one two three", "end"), ("", "/a/long/path", "")], widths=(4, 8, 3)) == [
-        "ok    one two       end",
-        "      three",
-        "      /a/long/path",
-    ]
-    for text in ("\u4e2d\u6587" * 30 + " END", "x" * 70 + " \u4e2d " + "y" * 70):  # wider than the column
-        table = text_table([("a", text), ("", "b")], widths=(4, 8))
-        assert "".join(table).replace(" ", "") == f"a{text}b".replace(" ", "")
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from itertools import product
 
 import pytest
 
-from bapo_megatron.errors import CheckpointError
 from bapo_megatron.policy.bit_digest import WEIGHTS, RankSums, merged
 from bapo_megatron.policy.optimizer_state import STATES
-from checkpoints_tools.archives.pickle_allow_list import load_pickle
 
 CUT, WHOLE, EXPERT = 10, 1000, 100_000
 STATE = {name: (number, 0, 0) for number, name in enumerate(STATES, 1)}
@@ -47,11 +44,3 @@ def test_a_copy_that_differs_has_a_digest_of_its_own(kind: str, value: int, more
     all_ranks[-1] = dataclasses.replace(all_ranks[-1], sums=sums)
     whole = 2 * CUT + WHOLE + 2 * EXPERT
     assert merged(all_ranks)[WEIGHTS] == hexadecimal(whole, whole + more)
-
-
-def test_repeated_copies_of_one_tuple_are_refused() -> None:
-    count = 5_000
-    items = b"(" + b"K\x01" * count + b"tq\x00"
-    calls = b"".join(b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\nh\x00R0" for _ in range(count))
-    with pytest.raises(CheckpointError, match="copies more than it holds"):
-        load_pickle(pickle.PROTO + b"\x02" + items + calls + b".", "a file")

@@ -19,7 +19,6 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bapo_megatron.algo.bounds import balanced
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.removed import removed_settings, without_removed
 from bapo_megatron.config.validation import flat, settings_of_scores
@@ -40,12 +39,6 @@ _CONFIG_BYTES = 64 << 20
 _SAMPLES_ONLY = "rollout_only"
 """Entry of config.json: whether it is a ``bapo train --rollout-only`` run."""
 
-_DEFAULT_PRESET = "default_preset"
-"""Entry of config.json, missing in runs that began before recipes had the preset ``paper``."""
-
-_FORMER = balanced()
-"""Preset of recipes before ``paper``; differs only in ``scope`` and ``bounds_tokens``."""
-
 _DEFAULT_ON_FAILURE = "default_on_failure"
 """Entry of config.json, missing in runs that began before failed scores were left out."""
 
@@ -58,74 +51,17 @@ THREADS = "threads"
 """Field that keeps its stored value if a resume gives none, because CPU sums depend on it."""
 
 _ADDED: dict[str, Any] = {
-    "algorithm.loss": "clip",
-    "algorithm.loss_settings": {},
     "algorithm.advantage_settings": {},
     "algorithm.branch_reward": "whole",
     "algorithm.masks": [],
     "algorithm.terms": [],
-    "algorithm.bounds.bounds_tokens": None,
-    "algorithm.importance_level": "token",
-    "algorithm.reference_kl.coefficient": 0.0,
-    "algorithm.reference_kl.estimator": "k3",
-    "algorithm.reference_kl.place": "loss",
-    "algorithm.reference_kl.model": None,
     "algorithm.reference_kl.unbiased": False,
-    "algorithm.distillation.coefficient": 0.0,
-    "algorithm.distillation.estimator": "k2",
-    "algorithm.distillation.urls": [],
-    "algorithm.distillation.api_key_env": "",
-    "algorithm.distillation.concurrency": 32,
-    "algorithm.distillation.timeout_s": 600.0,
-    "algorithm.distillation.give_up_s": 1800.0,
-    "optimizer.device": "model",
     _FUSED: False,
-    "profile.steps": [],
-    "profile.ranks": [0],
-    "profile.memory": False,
-    "accept_resume_mismatch": [],
-    "parallel.offload": False,
-    "parallel.pipeline_layers": [],
-    "parallel.expert": 1,
-    "parallel.expert_tensor": 1,
-    "rollout.route_replay": "off",
-    "algorithm.route_mismatch_limit": 0.3,
-    "rollout.sglang.colocated": False,
-    "rollout.sglang.release_minutes": 2.0,
-    "rollout.sglang.kept_gb": 6.0,
-    "rollout.sglang.api_key_file": None,
-    "rollout.sglang.require_api_key": False,
-    "logging.note": "",
-    "logging.on_event": [],
-    "logging.stalled_minutes": None,
-    "checkpoint.after_export": None,
-    "checkpoint.after_export_minutes": 60.0,
-    "logging.trackers": ["tensorboard"],
-    "logging.project": "bapo-megatron",
-    "logging.catch_up_minutes": 1.0,
-    THREADS: None,
-    "rollout.sglang.compare_digests": True,  # was not compared then; a resumed run compares
-    "data.sources": [],
-    "reward.settings": {},
-    "environment.function": None,
-    "environment.settings": {},
-    "environment.max_turns": 8,
-    "environment.step_limit_s": 60.0,
-    "environment.episode_limit_s": 600.0,
-    "environment.workers": 2,
-    "environment.memory_limit_mb": 16384,
-    "environment.python": None,
-    "environment.history": "exact",
-    "reward.sandbox_url": None,
     "evaluation.last": False,  # a resumed run evaluates its last step
     "reward.on_failure": "value",
     "reward.outage_minutes": 30.0,
-    "reward.math_allow_operations": False,  # was True then; a resumed run scores as new runs do
 }
-"""Fields that older run directories lack, with their value at that time unless a comment says otherwise."""
-
-_ADDED_TO_SOURCES: dict[str, Any] = {"reward": None, "environment": None}
-"""The same for entries of ``data.sources``."""
+"""Fields added since commit 7181cb6, with their value at that time unless a comment says otherwise."""
 
 _ENVIRONMENT = "environment."
 
@@ -265,44 +201,19 @@ def with_former_defaults(config: RunConfig) -> tuple[RunConfig, list[str]]:
     paths = config.paths
     if stored is None or not (has_steps(paths.root) or any(step_entries(paths.checkpoints))):
         return config, []
-    then = with_present_fields(stored["config"])
-    formers = {_DEFAULT_PRESET: _with_former_preset, _DEFAULT_ON_FAILURE: _with_former_failures}
-    for mark, with_former in formers.items():
-        if mark not in stored and (former := with_former(config, then)):
-            config, line = former
-            lines.append(line)
+    then, name, reward = with_present_fields(stored["config"]), "reward.on_failure", config.reward
+    is_former = _DEFAULT_ON_FAILURE not in stored and then[name] == "value" != reward.on_failure
+    if is_former and name not in config.allow_change:
+        config = replace(config, reward=replace(reward, on_failure="value"))
+        lines.append(
+            f"{config.directory} began when a response that could not be scored had the reward reward.failed="
+            f"{reward.failed:g}, and continues so; new runs leave it out of its group. To change over: "
+            f"--allow-change {name}"
+        )
     if _DEFAULT_FUSED not in stored and not then[_FUSED] and _FUSED not in config.allow_change:
         # Without a line: no change on a GPU; on a CPU only the last bits and slightly the time.
         config = replace(config, optimizer=replace(config.optimizer, fused=False))
     return config, lines
-
-
-def _with_former_preset(config: RunConfig, then: dict[str, Any]) -> tuple[RunConfig, str] | None:
-    """Return ``config`` with preset ``balanced`` instead of ``paper``, and the line; None if unaffected."""
-    bounds, names = config.algorithm.bounds, ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens")
-    is_former = tuple(then.get(name) for name in names) == (_FORMER.scope, _FORMER.bounds_tokens)
-    if not is_former or not bounds.grouped or set(names) & set(config.allow_change):
-        return None
-    kept = replace(bounds, scope=_FORMER.scope, bounds_tokens=_FORMER.bounds_tokens)
-    line = (
-        f"{config.directory} began with one search of the bounds an update (preset balanced), and continues "
-        f"so; recipes now have the preset paper, a search for about {bounds.bounds_tokens} tokens. To change "
-        f"over: --allow-change {' '.join(names)}"
-    )
-    return replace(config, algorithm=replace(config.algorithm, bounds=kept)), line
-
-
-def _with_former_failures(config: RunConfig, then: dict[str, Any]) -> tuple[RunConfig, str] | None:
-    """Return ``config`` with reward ``failed`` for failed scores, and the line; None if unaffected."""
-    name, reward = "reward.on_failure", config.reward
-    if then[name] == reward.on_failure or then[name] != "value" or name in config.allow_change:
-        return None
-    line = (
-        f"{config.directory} began when a response that could not be scored had the reward reward.failed="
-        f"{reward.failed:g}, and continues so; new runs leave it out of its group. To change over: "
-        f"--allow-change {name}"
-    )
-    return replace(config, reward=replace(reward, on_failure="value")), line
 
 
 def _check_kind(paths: RunPaths, stored: dict[str, Any], samples_only: bool) -> None:
@@ -381,8 +292,7 @@ def store_config(config: RunConfig, samples_only: bool = False) -> None:
     before = _stored(config.directory)
     kind: dict[str, Any] = {_SAMPLES_ONLY: True} if samples_only else {}
     # An older run keeps lacking the marks after a resume.
-    marks = (_DEFAULT_PRESET, "paper"), (_DEFAULT_ON_FAILURE, "leave_out"), (_DEFAULT_FUSED, True)
-    for mark, default in marks:
+    for mark, default in ((_DEFAULT_ON_FAILURE, "leave_out"), (_DEFAULT_FUSED, True)):
         if before is None or mark in before or not has_steps(config.directory):
             kind[mark] = default
     stored = {"format": FORMAT, **kind, "config": plain_values(config)}
@@ -414,17 +324,7 @@ def _stored(directory: Path) -> dict[str, Any] | None:
 def with_present_fields(stored: dict[str, Any]) -> dict[str, Any]:
     """Return a stored configuration migrated to the present fields: added ones with the value in ``_ADDED``,
     without removed ones. A removed field stays if its value was not its default."""
-    fields = {**_ADDED, **without_removed(stored)}
-    fields["data.sources"] = [_present_source(source) for source in fields["data.sources"]]
-    return fields
-
-
-def _present_source(stored: dict[str, Any]) -> dict[str, Any]:
-    fields = {**_ADDED_TO_SOURCES, **stored}
-    if fields["environment"] is not None:
-        added = {n.removeprefix(_ENVIRONMENT): v for n, v in _ADDED.items() if n.startswith(_ENVIRONMENT)}
-        fields["environment"] = {**added, **fields["environment"]}
-    return fields
+    return {**_ADDED, **without_removed(stored)}
 
 
 def plain_values(config: RunConfig) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -11,15 +10,11 @@ from typing import Any
 import pytest
 
 from bapo_megatron.checkpoint.run_directory import (
-    changed_settings,
     check_same_run,
-    read_config,
     store_config,
-    with_present_fields,
 )
 from bapo_megatron.checkpoint.store import digest
 from bapo_megatron.commands.train_flags import train_flags
-from bapo_megatron.config import EnvironmentConfig, RunConfig, SourceConfig, load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import cli as checkpoints
@@ -100,69 +95,30 @@ def test_a_run_whose_checkpoint_names_code_ends_in_one_line(tmp_path: Path) -> N
     assert proof.exists()  # the attack would have worked
 
 
-def todays_recipe(folder: Path) -> Path:
-    """The recipe of the stored run, with the preset that recipes have today."""
-    path, then = folder / "old_recipe.py", (ROOT / RECIPES["bapo"]).read_text()
-    assert then.count("balanced") == 2
-    path.write_text(then.replace("balanced", "paper"))
-    return path
-
-
 @pytest.mark.parametrize("allowed", [False, True])
-def test_a_run_of_the_former_preset_goes_on_with_it(
+def test_a_run_goes_on_with_the_defaults_that_it_began_with(
     allowed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the recipe as it is today; ``--allow-change`` changes over. A run of today's is not touched."""
-    run_dir, recipe = unpack(HERE / "bapo/run.tar.xz", tmp_path / "run"), todays_recipe(tmp_path)
-    names = ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens", "reward.on_failure")
-    names = (*names, "optimizer.fused")
+    """``--allow-change`` changes over. A run of today's is not touched."""
+    run_dir, recipe = unpack(HERE / "bapo/run.tar.xz", tmp_path / "run"), ROOT / RECIPES["bapo"]
+    names = ("reward.on_failure", "optimizer.fused")
     flags = ["--allow-change", *names] if allowed else []
     config = train_flags("train", [str(recipe), f"--run-dir={run_dir}", *flags]).run
     said = capsys.readouterr().err
     check_same_run(config)
     assert config.optimizer.fused == allowed  # last bits of a step on a CPU depend on it
     if allowed:
-        assert (said, config.algorithm.bounds.scope) == ("", "micro_batch")
+        assert (said, config.reward.on_failure) == ("", "leave_out")
         return
-    assert (
-        f"{run_dir} began with one search of the bounds an update (preset balanced), and continues so" in said
-    )
     assert "had the reward reward.failed=0, and continues so" in said
-    before = load_recipe(ROOT / RECIPES["bapo"], RunConfig)
-    assert (config.algorithm, config.reward.on_failure) == (before.algorithm, "value")
+    assert config.reward.on_failure == "value"
 
     store_config(config)  # as its continuation does: it is still an old run
     assert train_flags("train", [str(recipe), f"--run-dir={run_dir}"]).run == config
     (run_dir / "config.json").unlink()
-    store_config(config)  # as of a run that begins today with one search an update
-    with pytest.raises(ConfigError, match="algorithm.bounds.scope: 'update' in the run, 'micro_batch' now"):
+    store_config(config)  # as of a run that begins today with the former values
+    with pytest.raises(ConfigError, match="reward.on_failure: 'value' in the run, 'leave_out' now"):
         check_same_run(train_flags("train", [str(recipe), f"--run-dir={run_dir}"]).run)
-
-
-def test_a_run_whose_sources_had_no_environments_goes_on(tmp_path: Path) -> None:
-    """Its entries of ``data.sources`` lack the field; a source that gets one is seen."""
-    run_dir = unpack(HERE / "bapo/run.tar.xz", tmp_path / "run")
-    config = load_recipe(ROOT / RECIPES["bapo"], RunConfig)
-    path = run_dir / "config.json"
-    content = json.loads(path.read_text())
-    content["config"]["data.path"] = "None"
-    content["config"]["data.sources"] = [{"path": "a.jsonl", "weight": 2.0, "reward": "math"}]
-    path.write_text(json.dumps(content))
-    stored = read_config(run_dir)
-    assert stored is not None
-    assert stored["data.sources"][0]["environment"] is None
-
-    def given(**own: Any) -> list[str]:
-        source = SourceConfig(Path("a.jsonl"), 2.0, "math", **own)
-        data = dataclasses.replace(config.data, path=None, sources=(source,))
-        ours = dataclasses.replace(config, data=data, run_dir=run_dir)
-        return [name for name, *_ in changed_settings(ours, read_config(ours.directory))]
-
-    assert "data.sources" not in given()
-    assert "data.sources" in given(environment=EnvironmentConfig("a:B"))
-    older = {"path": "a.jsonl", "weight": 2.0, "reward": None, "environment": {"function": "a:B"}}
-    [found] = with_present_fields({"data.sources": [older]})["data.sources"]
-    assert EnvironmentConfig(**found["environment"]) == EnvironmentConfig("a:B")
 
 
 def _kept(row: dict[str, Any]) -> dict[str, Any]:

@@ -120,9 +120,9 @@ def finish(run: Run) -> None:
         _export(run, output)
     if run.recorder:
         _tell_summary(run, run.recorder, is_new=not is_exported)
-    # After the export: the user's command reads its folder.
-    if run.exports and run.exports.after:
-        run.exports.after.exported_last(is_new=not is_exported)
+    wait_for_exports(run)
+    if run.exports:
+        run.exports.finish(is_new=not is_exported)
     wait_for_exports(run)
 
 
@@ -140,7 +140,7 @@ def _export(run: Run, output: Path) -> None:
 
 
 def wait_for_exports(run: Run) -> None:
-    """Wait for running exports and ``after_export`` commands, then delete old checkpoints. Collective. Raises
+    """Wait for running exports, with their commands, then delete old checkpoints. Collective. Raises
     Preempted if the run is asked to stop meanwhile."""
     from bapo_megatron.runtime.distributed import broadcast_from_main
     from bapo_megatron.trainer.flow_control import stop_if_preempted
@@ -148,8 +148,7 @@ def wait_for_exports(run: Run) -> None:
     if not broadcast_from_main(run.exports.is_busy() if run.exports else False):
         return
     if run.exports:
-        command = " and for checkpoint.after_export" if run.exports.after else ""
-        print(f"waiting for the exports of earlier steps{command}", flush=True)
+        print("waiting for exports", flush=True)
     while broadcast_from_main(run.exports.is_busy() if run.exports else False):
         stop_if_preempted(run, run.config.steps)
         sleep(_POLL_S)

@@ -22,7 +22,7 @@ TROUBLE = frozenset(
     {
         *("stopped", "failed", "stalled", "no_updates"),
         *("engine_gap", "routes_differ", "reward_outage", "tracker_failed"),
-        *("checkpoint_damaged", "old_kept", "export_failed", "after_export_failed"),
+        *("checkpoint_damaged", "old_kept", "export_failed"),
         *("engine_lost", "server_ended", "sampler_died", "broadcast_failed"),
         # the Slurm job
         *("job_requeue", "job_requeued_by_slurm", "job_stopped", "save_given_up", "ranks_ended"),

@@ -210,14 +210,7 @@ def _recorder(config: RunConfig, begun: Begun, point: ResumePoint) -> Iterator[R
 def _exports(config: RunConfig, recorder: Recorder) -> StepExports:
     asked, after = config.checkpoint, None
     if asked.after_export is not None:
-        after = AfterExport(
-            config.paths,
-            config.name,
-            config.steps,
-            asked.after_export,
-            asked.after_export_minutes,
-            recorder.event,
-        )
+        after = AfterExport(asked.after_export, asked.after_export_minutes, config.name, config.steps)
     return StepExports(config.paths, config.model.hf_path, asked.export_every, recorder.event, after)
 
 

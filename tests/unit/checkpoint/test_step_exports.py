@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bapo_megatron.checkpoint.exports import StepExports
+from bapo_megatron.checkpoint.exports import AfterExport, StepExports
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.commands.train import wait_for_exports
 from bapo_megatron.config import CheckpointConfig
@@ -81,10 +81,11 @@ class Owner:
         policy: Path,
         every: int = 10,
         newest: tuple[int, int] = (0, 0),
+        after: AfterExport | None = None,
         **checkpoint: Any,
     ) -> None:
         self.events: list[dict[str, Any]] = []
-        self.exports = StepExports(RunPaths(run_dir), model, every, self.events.append)
+        self.exports = StepExports(RunPaths(run_dir), model, every, self.events.append, after)
         config, in_use = CheckpointConfig(**{"keep_last": 1, **checkpoint}), self.exports.is_using
         self.store = CheckpointStore(RunPaths(run_dir), config, newest, is_in_use=in_use)
         self.paths, self._policy = RunPaths(run_dir), policy
@@ -245,6 +246,31 @@ def test_a_continued_run_makes_two_missing_ones(tmp_path: Path, model: Path, pol
     assert [step for kind, step in owner.kinds() if kind == "export_done"] == [20, 30]
     names = ["step_000020", "step_000030", "step_000040"]
     assert sorted(path.name for path in owner.paths.step_exports.iterdir()) == names
+
+
+def test_the_command_runs_on_each_whole_export_until_it_has_succeeded(
+    tmp_path: Path, model: Path, policy: Path
+) -> None:
+    """The next start tries the newest two again; the last step has it for `RUN/export` alone."""
+    log = tmp_path / "log"
+    command = f"sh -c 'test -e $0/config.json && echo $1 >> {log} && test $1 = 20' {{folder}} {{step}}"
+    owner = Owner(tmp_path, model, policy, after=AfterExport(command, 60.0, "run", 50), keep_last=0)
+    for step in (10, 20, 30, 40, 50):
+        owner.reach(step)
+        owner.wait()
+    assert log.read_text().split() == ["10", "20", "30", "40"]
+    ends = [(kind, step) for kind, step in owner.kinds() if kind != "export_started"]
+    failed, done = "export_failed", "export_done"
+    assert ends == [(failed, 10), (done, 20), (failed, 30), (failed, 40), (done, 50)]
+    again = Owner(tmp_path, model, policy, after=AfterExport("true", 60.0, "run", 50), newest=(50, 0))
+    again.exports.resume(again.store.steps())
+    again.wait()
+    assert again.kinds() == [("export_started", 30), (done, 30), ("export_started", 40), (done, 40)]
+    assert json.loads(owner.paths.after_export.read_text())["done"] == [f"step_0000{n}" for n in (20, 30, 40)]
+    again.reach(20)  # made again, by a run that went back: another export
+    assert json.loads(owner.paths.after_export.read_text())["done"] == [f"step_0000{n}" for n in (30, 40)]
+    for one in (owner, again):
+        one.exports.close()
 
 
 _TRAINER = """

@@ -179,7 +179,7 @@ def test_the_state_of_a_job(
     [
         ((), "not running"),
         (("start", "done"), "not running, done"),
-        (("start", "stopped", "resume", "preempted", "after_export_done"), "not running, preempted"),
+        (("start", "stopped", "resume", "preempted", "export_done"), "not running, preempted"),
         (
             ("start", "done", "resume", "checkpoint"),
             "not running here, and no end is recorded: killed, or on another machine",

@@ -4,8 +4,8 @@
     NEW/fork.json                  record of its origin (``fork_record.py``)
 
 ``check_fork`` is the preflight, before process groups exist, and raises ConfigError. ``make_fork``, which all
-ranks of the new run call, creates these files; the run then continues from that checkpoint as in a resume.
-The other run is only read, and may be training.
+ranks of the new run call, creates these files; the run then continues from that checkpoint as in a resume,
+which verifies it. The other run is only read, and may be training.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from bapo_megatron.checkpoint.fork_record import Fork, ForkSource, Origin, read_fork, write_fork
-from bapo_megatron.checkpoint.reader import READERS, manifest_of, newest_first, read_checkpoint
+from bapo_megatron.checkpoint.reader import READERS, manifest_of, newest_first
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.checkpoint.store import clear_leftovers
 from bapo_megatron.config import RunConfig
@@ -34,16 +31,14 @@ from bapo_megatron.runtime.files import file_below, remove_folder, sync_file, sy
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 from bapo_megatron.runtime.storage import writing
 
-T = TypeVar("T")
-
-
 # --- preflight ---
 
 
 def check_fork(config: RunConfig, source: ForkSource | None) -> None:
     """Preflight: raise ConfigError if the fork of ``source`` cannot be made or resumed; with None (no
     ``--fork``), if the run directory is an unfinished fork. A resumed fork does not need the other run."""
-    fork, is_begun = read_fork(config.directory), _has_checkpoint(config.paths)
+    paths = config.paths
+    fork, is_begun = read_fork(config.directory), _has_checkpoint(paths)
     if source is None:
         if fork and not is_begun:
             raise ConfigError(
@@ -51,13 +46,20 @@ def check_fork(config: RunConfig, source: ForkSource | None) -> None:
                 f"--fork {fork.origin.run}:{fork.origin.step} to make it, or another --run-dir"
             )
         return
-    if fork is None:
-        _check_new(config.paths, source)
-    else:
+    if fork is not None:
         source = _same_source(config.directory, fork, source)
         if is_begun:
             return
-    _check_source(config, source)
+    elif is_begun or any(path.exists() for path in (paths.config, paths.metrics, paths.journal)):
+        raise ConfigError(
+            f"--fork {source}: {paths.root} is a run already, which is not a fork of it; give a new --run-dir"
+        )
+    step, _ = _candidate(source)
+    if step >= config.steps:
+        raise ConfigError(
+            f"--fork {source}: the checkpoint is that of step {step}, and steps={config.steps}: nothing "
+            f"would be left to train; raise --steps, which counts from the beginning of the first run"
+        )
 
 
 def _same_source(directory: Path, fork: Fork, source: ForkSource) -> ForkSource:
@@ -71,28 +73,6 @@ def _same_source(directory: Path, fork: Fork, source: ForkSource) -> ForkSource:
     return replace(source, step=fork.origin.step)
 
 
-def _check_new(paths: RunPaths, source: ForkSource) -> None:
-    if source.run.resolve() == paths.root.resolve():
-        raise ConfigError(f"--fork {source}: that is this run's own directory; give a new --run-dir")
-    if _has_checkpoint(paths) or any(path.exists() for path in (paths.config, paths.metrics, paths.journal)):
-        raise ConfigError(
-            f"--fork {source}: {paths.root} is a run already, which is not a fork of it; give a new --run-dir"
-        )
-
-
-def _check_source(config: RunConfig, source: ForkSource) -> None:
-    if read_config(source.run) is None:
-        raise ConfigError(
-            f"--fork {source}: {source.run} is not a run directory: it has no {source.paths.config.name}"
-        )
-    step, _ = _candidate(source)
-    if step >= config.steps:
-        raise ConfigError(
-            f"--fork {source}: the checkpoint is that of step {step}, and steps={config.steps}: nothing "
-            f"would be left to train; raise --steps, which counts from the beginning of the first run"
-        )
-
-
 def _candidate(source: ForkSource) -> tuple[int, Path]:
     """Return step and path of the checkpoint that ``source`` names; raise ConfigError if there is none. A
     checkpoint within a step does not count: the batch of that step belongs to the other run."""
@@ -101,10 +81,9 @@ def _candidate(source: ForkSource) -> tuple[int, Path]:
     step = max(whole, default=None) if source.step is None else source.step
     if step is not None and step in whole:
         return step, whole[step]
-    there = f"there are those of the steps {', '.join(map(str, sorted(whole)))}" if whole else "there is none"
     raise ConfigError(
-        f"--fork {source}: no checkpoint between two steps can be taken; {there} (checkpoint.keep_last and "
-        "keep_every of that run say which stay)"
+        f"--fork {source}: no checkpoint between two steps can be taken; {source.run} has those of the steps "
+        f"{sorted(whole)} (checkpoint.keep_last and keep_every of that run say which stay)"
     )
 
 
@@ -117,67 +96,55 @@ def _has_checkpoint(paths: RunPaths) -> bool:
 
 def make_fork(config: RunConfig, source: ForkSource) -> None:
     """Make the run directory, locked by rank 0, a fork of ``source``, unless it is one already. Collective.
-    Raises ConfigError if the checkpoint is damaged; RunStopped if the disk is full or fails."""
+    Raises ConfigError if the checkpoint has no manifest or is deleted; RunStopped if the disk is full or
+    fails."""
     paths = config.paths
     fork = broadcast_from_main(read_fork(paths.root) if is_main() else None)
     if fork is not None:
         if broadcast_from_main(_has_checkpoint(paths) if is_main() else None):
             return
         source = _same_source(paths.root, fork, source)
-    step, checkpoint = _on_main(lambda: _candidate(source))
+    step, checkpoint = on_all_ranks(lambda: _candidate(source) if is_main() else (0, Path()))[0]
     final = paths.checkpoint(step)
     hidden = final.with_name(f".{final.name}.{broadcast_from_main(uuid.uuid4().hex[:8])}.tmp")
-    problem = _on_main(lambda: _place(checkpoint, hidden, paths)) or _damage(hidden, step)
-    if problem is not None:
+    try:
+        files = on_all_ranks(lambda: _begin(checkpoint, hidden, paths) if is_main() else [])[0]
+        on_all_ranks(lambda: _link_share(checkpoint, hidden, files))
+        # Publish last: until then the checkpoint has a hidden name, and a killed process leaves no run.
+        on_all_ranks(lambda: _publish(paths, source, hidden, step) if is_main() else None)
+    except CheckpointError as error:
         raise ConfigError(
-            f"--fork {source}: the checkpoint of step {step} cannot be taken: {problem}; name another by "
+            f"--fork {source}: the checkpoint of step {step} cannot be taken: {error}; name another by "
             f"--fork {source.run}:STEP"
-        )
-    # Publish last: until then the checkpoint has a hidden name, and a killed process leaves no run.
-    _on_main(lambda: _publish(paths, source, hidden, step))
+        ) from None
+    finally:
+        if is_main():
+            remove_folder(hidden, ignore_errors=True)  # otherwise a full disk stays full
 
 
-def _on_main(action: Callable[[], T]) -> T:
-    """Return, on every rank, the result of a long ``action`` on rank 0, synchronizing often. Collective."""
-    if dist.get_world_size() == 1:
-        return action()
-    with ThreadPoolExecutor(1, thread_name_prefix="fork") as pool:
-        future = pool.submit(action) if is_main() else None
-        while not broadcast_from_main(_is_done(future) if future else None):
-            pass
-        return on_all_ranks(lambda: future.result() if future else None)[0]  # type: ignore[return-value]
-
-
-def _is_done(future: Future[T]) -> bool:
-    wait_for([future], timeout=5.0)  # so long no collective times out
-    return future.done()
-
-
-def _place(checkpoint: Path, hidden: Path, paths: RunPaths) -> str | None:
-    """Link or copy the files of ``checkpoint`` durably into ``hidden``; return why that failed, or None."""
+def _begin(checkpoint: Path, hidden: Path, paths: RunPaths) -> list[str]:
+    """Make the folders of the new checkpoint, and return the names of its files."""
     clear_leftovers(paths)
     files, problem = manifest_of(checkpoint)
     if problem is not None:
-        return problem
-    try:
-        with writing("the checkpoint of a fork", hidden):
-            for name in files:
-                (hidden / name).parent.mkdir(parents=True, exist_ok=True)
-            with ThreadPoolExecutor(READERS, thread_name_prefix="fork") as pool:
-                list(
-                    pool.map(
-                        lambda name: _link(file_below(checkpoint, name), hidden / name), [*files, MANIFEST]
-                    )
-                )
-            for folder in {(hidden / name).parent for name in files}:
-                sync_folder(folder)
-    except (FileNotFoundError, CheckpointError) as error:
-        remove_folder(hidden)
-        return str(error) if checkpoint.exists() else "its run has deleted it"
-    except BaseException:
-        remove_folder(hidden, ignore_errors=True)  # otherwise a full disk stays full
-        raise
-    return None
+        raise CheckpointError(problem)
+    with writing("the checkpoint of a fork", hidden):
+        for name in files:
+            (hidden / name).parent.mkdir(parents=True, exist_ok=True)
+    return [*files, MANIFEST]
+
+
+def _link_share(checkpoint: Path, hidden: Path, files: list[str]) -> None:
+    """Link or copy this rank's share of the files durably, every n-th of n ranks."""
+    mine = files[dist.get_rank() :: dist.get_world_size()]
+    with (
+        writing("the checkpoint of a fork", hidden),
+        ThreadPoolExecutor(READERS, thread_name_prefix="fork") as pool,
+    ):
+        try:
+            list(pool.map(lambda name: _link(file_below(checkpoint, name), hidden / name), mine))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{error.filename} is missing, or its run has deleted it") from None
 
 
 def _link(source: Path, target: Path) -> None:
@@ -186,18 +153,6 @@ def _link(source: Path, target: Path) -> None:
     except OSError:  # another file system, or one without links
         shutil.copyfile(source, target)
         sync_file(target)
-
-
-def _damage(folder: Path, step: int) -> str | None:
-    """Return the damage of a copied checkpoint and delete its folder; None if it is intact. Collective."""
-    try:
-        read_checkpoint(folder, (step, 0))
-    except CheckpointError as error:
-        dist.barrier()  # before rank 0 removes the folder, no rank may still read it
-        if is_main():
-            remove_folder(folder)
-        return str(error)
-    return None
 
 
 def _publish(paths: RunPaths, source: ForkSource, hidden: Path, step: int) -> None:
@@ -210,6 +165,8 @@ def _publish(paths: RunPaths, source: ForkSource, hidden: Path, step: int) -> No
     )
     # fork.json first: without it the checkpoint would look like the run's own.
     with writing("the record of a fork", paths.fork):
+        for folder in [hidden, *(path for path in hidden.rglob("*") if path.is_dir())]:
+            sync_folder(folder)
         write_fork(paths, fork)
         hidden.rename(final)
         sync_folder(final.parent)

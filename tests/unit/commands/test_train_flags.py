@@ -122,7 +122,7 @@ def test_training_alone_makes_no_more_steps_than_there_are(
     [
         (["--rollout-only", "--train-only"], "exclude each other"),
         (["--rollout-only", "--fork=runs/x"], "--rollout-only samples from the recipe's model, and --fork"),
-        (["--fork=runs/x", "--run-dir=y"], "runs/x is not a run directory: it has no config.json"),
+        (["--fork=runs/x", "--run-dir=y"], "no checkpoint between two steps can be taken; runs/x has"),
         (["--rollout-only", "--rollout.replay=runs/x"], "rollout.replay=runs/x gives stored rollouts"),
         (["--rollout-only", "--profile.steps", "1"], "makes no updates, which profile.steps would trace"),
         (["--train-only", "a", "b"], "--train-only takes one run, not a b"),

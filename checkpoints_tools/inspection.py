@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.blocks import ITEM_BYTES
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.families import FAMILIES
-from bapo_megatron.hf.parameter_map import EMBEDDING, hf_tensors
+from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.hf.safetensors_folder import read_safetensors_folder
 from bapo_megatron.runtime.text_table import text_table
 from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, PickledObject
@@ -25,12 +26,10 @@ from checkpoints_tools.core.progress import format_bytes
 from checkpoints_tools.formats.distcp import GlobalTensor, read_common, read_metadata
 from checkpoints_tools.formats.locate import LATEST, Format, Location, hf_reference, locate
 from checkpoints_tools.formats.mp_rank import RankFiles
-from checkpoints_tools.formats.torch_dist import VOCABULARY, find_prefix, layers_layout, optimizer_format
+from checkpoints_tools.formats.torch_dist import find_prefix, layers_layout, optimizer_format
 
 OBJECT = "object"
 """dtype of a key that is not a tensor."""
-
-_EMBEDDINGS = (VOCABULARY[0], EMBEDDING)
 
 # A layer, an object's place on its grid, an optimizer state.
 _MEMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=/shard_)\d+|(?<=optimizer\.state\.)[a-z0-9_]+")
@@ -70,8 +69,8 @@ class Inspection:
     folder: str
     format: str
     layout: str | None
-    """Layer layout: stacked, per_layer, singleton; for mp_rank folders, which rank's shards ``keys`` lists;
-    None for a Hugging Face folder."""
+    """Layer layout: stacked, per_layer, singleton; None for mp_rank folders, whose ``keys`` are shards of all
+    tensor ranks, and for a Hugging Face folder."""
     common_state: str | None
     """Location of a torch_dist folder's common state: the file ``common.pt`` or an object's key (from
     megatron-core 0.19 on)."""
@@ -85,8 +84,6 @@ class Inspection:
     """Model parameters if known, otherwise elements of the weights on all ranks."""
     dtypes: dict[str, int]
     """Bytes of weights by type."""
-    vocabulary_rows: int | None
-    """Rows of the embedding as stored, padding included."""
     optimizer: str | None
     """Optimizer format; None without one."""
     optimizer_bytes: int
@@ -107,8 +104,6 @@ class _Content:
     common: Mapping[str, Any]
     weights: tuple[GlobalTensor, ...]
     optimizer: str | None
-    other_shards: tuple[GlobalTensor, ...] = ()
-    """Shards of other tensor ranks: their bytes count, their keys are the first rank's."""
     optimizer_tensors: tuple[GlobalTensor, ...] = ()
     objects: tuple[str, ...] = ()
     ranks: Mapping[str, int] | None = None
@@ -121,12 +116,8 @@ def inspect_checkpoint(path: Path, step: str = LATEST, reference: Path | None = 
     location = locate(path, step)
     content = _READERS[location.format](location.folder)
     model, parameters = _model(location, reference)
-    embedding = next((t for t in content.weights if t.key.endswith(_EMBEDDINGS)), None)
-    rows = embedding.shape[0] if embedding is not None and embedding.shape else None
-    ranks = (content.ranks or {}).get("tensor", 1)
-    stored = (*content.weights, *content.other_shards)
     dtypes: dict[str, int] = {}
-    for tensor in stored:
+    for tensor in content.weights:
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + _nbytes(tensor)
     return Inspection(
         folder=str(location.folder),
@@ -136,9 +127,8 @@ def inspect_checkpoint(path: Path, step: str = LATEST, reference: Path | None = 
         iteration=_iteration(location, content.common),
         written_at={**_written_at(content.common), **(content.ranks or {})},
         model=model,
-        parameters=parameters or sum(prod(tensor.shape) for tensor in stored),
+        parameters=parameters or sum(prod(tensor.shape) for tensor in content.weights),
         dtypes=dtypes,
-        vocabulary_rows=rows * ranks if rows is not None else None,
         optimizer=content.optimizer,
         optimizer_bytes=sum(_nbytes(tensor) for tensor in content.optimizer_tensors),
         total_bytes=sum(file.stat().st_size for file in location.folder.rglob("*") if file.is_file()),
@@ -172,21 +162,15 @@ def _read_torch_dist(folder: Path) -> _Content:
 
 def _read_mp_rank(folder: Path) -> _Content:
     files = RankFiles(folder)
-    shards: list[list[GlobalTensor]] = [[] for _ in range(files.tensor)]
-    for tensor, tensors_of_rank in enumerate(shards):
-        for virtual in range(files.virtual):
-            for pipeline in range(files.pipeline):
-                chunk = files.chunk(tensor, pipeline, virtual)
-                stage = f"stage {pipeline + virtual * files.pipeline}: "
-                tensors_of_rank += [
-                    GlobalTensor(stage + key, t.dtype, t.shape, ()) for key, t in chunk.parameters.items()
-                ]
-    first, *others = shards
+    weights: list[GlobalTensor] = []
+    for tensor, virtual, pipeline in product(*map(range, (files.tensor, files.virtual, files.pipeline))):
+        chunk, stage = files.chunk(tensor, pipeline, virtual), pipeline + virtual * files.pipeline
+        weights += [
+            GlobalTensor(f"stage {stage}: {key}", t.dtype, t.shape, ()) for key, t in chunk.parameters.items()
+        ]
     ranks = {"tensor": files.tensor, "pipeline": files.pipeline, "virtual": files.virtual}
     kind = "mp_rank" if files.has_optimizer else None
-    rest = tuple(tensor for tensors_of_rank in others for tensor in tensors_of_rank)
-    layout = "shards of tensor rank 0"
-    return _Content(layout, files.common, tuple(first), kind, rest, ranks=ranks)
+    return _Content(None, files.common, tuple(weights), kind, ranks=ranks)
 
 
 def _read_hf(folder: Path) -> _Content:
@@ -264,9 +248,6 @@ def _facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
     yield "model", _model_text(inspection)
     yield "parameters", f"{inspection.parameters:,}"
     yield "weights", ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in inspection.dtypes.items())
-    if (rows := inspection.vocabulary_rows) is not None:
-        padding = rows - inspection.model["vocab"] if inspection.model else 0
-        yield "vocabulary", f"{rows:,} rows" + (f", {padding:,} of padding" if padding else "")
     size = f", {format_bytes(inspection.optimizer_bytes)}" if inspection.optimizer_bytes else ""
     yield "optimizer", f"{inspection.optimizer or 'none'}{size}"
     yield "on disk", format_bytes(inspection.total_bytes)

@@ -61,27 +61,20 @@ def launched_world_size() -> int | None:
 
     Under srun, sets missing torchrun variables from Slurm's. A step of one task (an interactive shell) is no
     launcher, and neither is a batch script, which has a SLURM_PROCID but no step. Raises ConfigError if RANK
-    is set and torchrun's other variables are not.
+    and WORLD_SIZE are set and torchrun's other variables are not.
     """
-    has_rank = environment_variable("RANK") is not None and not _has_rank_of_pyxis()
+    # pyxis sets RANK alone, for images with PYTORCH_VERSION.
+    has_rank = None not in (environment_variable("RANK"), environment_variable("WORLD_SIZE"))
     if not has_rank and int(environment_variable("SLURM_STEP_NUM_TASKS") or 1) > 1:
         for name, value in _from_slurm().items():
             os.environ[name] = environment_variable(name) or value
         has_rank = True
     if not has_rank:
         return None
-    missing = [
-        name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if environment_variable(name) is None
-    ]
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if environment_variable(name) is None]
     if missing:
         raise ConfigError(f"RANK is set but {', '.join(missing)} is not: start the run with torchrun or srun")
     return int(os.environ["WORLD_SIZE"])
-
-
-def _has_rank_of_pyxis() -> bool:
-    """Whether pyxis set RANK: for images with PYTORCH_VERSION it sets only RANK and LOCAL_RANK."""
-    alone = environment_variable("PYTORCH_VERSION") is not None and environment_variable("WORLD_SIZE") is None
-    return alone and environment_variable("RANK") == environment_variable("SLURM_PROCID")
 
 
 def _from_slurm() -> dict[str, str]:

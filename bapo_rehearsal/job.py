@@ -214,11 +214,12 @@ def _host(
     gc.freeze()  # finalizers of the caller's garbage may wait for threads that a fork lacks
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from bapo_megatron.runtime.device import silence_libraries
-    from bapo_megatron.runtime.garbage import importing
+    from bapo_megatron.runtime.garbage import collect_rarely, keep_imports
 
     silence_libraries()
-    with importing():  # ranks collect garbage in every phase and need not scan the imports
-        prepare_layers(layers)
+    collect_rarely()
+    prepare_layers(layers)
+    keep_imports()  # ranks collect garbage in every phase
     running: dict[int, int] = {}
     waiting = list(range(len(requests)))
     while waiting or running:

@@ -60,13 +60,11 @@ def state_fingerprint(
     config: RunConfig,
     policy: Policy,
     sampler: dict[str, Any] | None,
-    compared_with: Fingerprint | None = None,
 ) -> Fingerprint:
-    """Return the fingerprint of the present state, equal on every rank. Collective. ``sampler``: its state.
-    ``compared_with``: a checkpoint's fingerprint, whose canary has no routes if an early version wrote it."""
+    """Return the fingerprint of the present state, equal on every rank. Collective. ``sampler``: its
+    state."""
     model, samples = read_model_shape(config.model.hf_path), with_token_indices(_canary(config))
-    is_routed = model.experts is not None and (compared_with is None or "routes" in compared_with["canary"])
-    if is_routed:
+    if model.experts is not None:
         samples = with_random_routes(samples, _SEED, model)
     packs = pack_samples(samples, config.batch.pack_tokens, layout=policy.pack_layout)
     log_probs = policy.token_sums(packs, _by_number(sum(sample.response_tokens for sample in samples)))
@@ -76,7 +74,6 @@ def state_fingerprint(
         "state": policy.state_digest(),
         "canary": {
             "log_probs": [round(value, 6) for value in log_probs.tolist()],
-            **({"routes": "random"} if is_routed else {}),
         },
         "learning_rate": policy.learning_rate,
         "sampler": {name: (sampler or {}).get(name, 0) for name in ("taken", "served", "next_number")},

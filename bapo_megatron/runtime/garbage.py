@@ -7,8 +7,6 @@ and in each full collection afterwards: a quarter of a second, in each checkpoin
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _USUAL = gc.get_threshold()
 
@@ -23,14 +21,3 @@ def keep_imports() -> None:
     """Exempt all objects of this process from collections, which are as frequent as usual from now on."""
     gc.freeze()
     gc.set_threshold(*_USUAL)
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """Context manager for imports of a process's start: no collections in it, and none of its objects."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()

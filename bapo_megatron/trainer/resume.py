@@ -139,7 +139,7 @@ def check_restored(
     """
     stored = saved.trainer["certificate"]
     present = broadcast_from_main(sampler.state() if sampler else None)
-    current = state_fingerprint(config, policy, present, stored)
+    current = state_fingerprint(config, policy, present)
     differences = fingerprint_differences(config, stored, current)
     if fork:
         differences = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from checkpoints_tools.core.copying import (
     move_rows,
     row_bands,
 )
+from checkpoints_tools.core.fp8 import as_float32
 
 
 @dataclass(frozen=True)
@@ -125,17 +125,7 @@ def _element(band: RowBand, dtype: str, first: memoryview, second: memoryview) -
     pairs = enumerate(zip(first, second, strict=True))
     element = next(at for at, (here, there) in pairs if here != there) // item
     row, column = band.row + element // band.columns, element % band.columns
-    values = [
-        _value(int.from_bytes(data[element * item : (element + 1) * item], "little"), dtype)
-        for data in (first, second)
-    ]
+    bits = [data[element * item : (element + 1) * item] for data in (first, second)]
+    values = [f"{as_float32(raw, dtype)[0]:.9g} (0x{raw[::-1].hex()})" for raw in bits]
     place = f"row {row}, column {column}" if band.columns > 1 else f"element {row}"
     return f"differs first at {place}: {values[0]} in the first, {values[1]} in the second"
-
-
-def _value(bits: int, dtype: str) -> str:
-    raw = bits.to_bytes(ITEM_BYTES[dtype], "little")
-    if dtype == "BF16":
-        raw = b"\0\0" + raw
-    number = struct.unpack("<e" if dtype == "F16" else "<f", raw)[0]
-    return f"{number:.9g} (0x{bits:0{2 * ITEM_BYTES[dtype]}x})"

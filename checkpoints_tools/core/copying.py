@@ -171,9 +171,11 @@ def row_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand
     blocks = (*source.blocks, *destination.blocks)
     edges = sorted({0, rows} | {b.row for b in blocks} | {b.row + b.rows for b in blocks})
     step = max(1, BUFFER_BYTES // (columns * ITEM_BYTES[source.weight_type]))
-    readers, writers = _Sweep(source.blocks), _Sweep(destination.blocks)
     for begin, end in pairwise(edges):
-        read, written = readers.at(begin), writers.at(begin)
+        read, written = (
+            [block for block in tensor.blocks if block.row <= begin < block.row + block.rows]
+            for tensor in (source, destination)
+        )
         for row in range(begin, end, step):
             yield RowBand.of(source, destination, row, min(step, end - row), read, written)
 
@@ -185,20 +187,6 @@ def block_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBa
         count = min(BLOCK, rows - row)
         read = [block for block in source.blocks if row < block.row + block.rows and block.row < row + count]
         yield RowBand.of(source, destination, row, count, read, destination.blocks)
-
-
-class _Sweep:
-    """Sweep line over a tensor's blocks: ``at(row)`` returns those that hold a row, for ascending rows."""
-
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self._ahead = sorted(blocks, key=lambda block: block.row, reverse=True)
-        self._here: list[Block] = []
-
-    def at(self, row: int) -> list[Block]:
-        while self._ahead and self._ahead[-1].row <= row:
-            self._here.append(self._ahead.pop())
-        self._here = [block for block in self._here if row < block.row + block.rows]
-        return self._here
 
 
 def _copy(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview:

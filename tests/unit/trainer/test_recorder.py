@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from bapo_megatron.algo.bapo import grpo, paper
+from bapo_megatron.algo.bapo import paper
 from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import (
     AlgorithmConfig,

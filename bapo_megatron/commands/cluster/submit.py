@@ -104,8 +104,8 @@ def submit(command: SubmitCommand, config: RunConfig, forked: Path | None = None
         print(f"warning: {warning}", file=sys.stderr)
     if command.dry_run:
         print("\n".join(job.summary()), file=sys.stderr)
-    elif warning := _live_job(job):
-        print(f"warning: {warning}", file=sys.stderr)
+    elif live := _live_job(job):
+        print(f"warning: {live}", file=sys.stderr)
     return launch(job, command.dry_run)
 
 

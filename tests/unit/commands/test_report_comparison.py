@@ -139,7 +139,7 @@ def test_ranges_are_of_one_run_and_resumes_of_each(tmp_path: Path, monkeypatch: 
     assert told == [["allowed range", "allowed range"], []]
     marks = [[line for line in figure.axes[0].lines if [*line.get_xdata()] == [1.5, 1.5]] for figure in drawn]
     assert list(map(len, marks)) == [1, 2]
-    assert all(mark.is_dashed() for mark in sum(marks, []))
+    assert all(mark.is_dashed() for line in marks for mark in line)
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders() -> None:

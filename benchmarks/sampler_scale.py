@@ -42,6 +42,7 @@ from bapo_megatron.rollout.engines.requests import Dataset, ModelLimits
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
+from bapo_megatron.rollout.sampler.scoring import Scorer
 from bapo_megatron.rollout.sampler.turns import Stepping
 from bapo_megatron.runtime.garbage import collect_rarely
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries
@@ -381,7 +382,7 @@ async def _sampler(
         most = config.environment.max_turns
         by_source[""] = Stepping(counted, FewTokens(), report, (EOS,), most)
     dataset = Dataset(prompts, Tokenizer(), (EOS,))
-    sampler = GroupSampler(config, dataset, pool, Coin(), report, environments=by_source)
+    sampler = GroupSampler(config, dataset, pool, Scorer(Coin(), 0.0, report), report, environments=by_source)
     await sampler.start(1, None)
     await sampler.load_weights(Path("v0"), 0, 0)
     yield sampler, sessions.new, counted

@@ -42,7 +42,7 @@ from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.requests import Dataset, limits_of, stop_token_ids
 from bapo_megatron.rollout.sampler.held_out import judged_row, whole_response
 from bapo_megatron.rollout.sampler.response import Sampling
-from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer
+from bapo_megatron.rollout.sampler.scoring import Scorer
 from bapo_megatron.rollout.sampler.turns import TurnTaker, check_environment, open_environment, within
 from bapo_megatron.runtime.files import check_files_inside, open_lock, sha256_of, write_atomically
 from bapo_megatron.runtime.jsonl_log import Row
@@ -287,10 +287,10 @@ async def _ask(
 ) -> None:
     rollout, folder = config.rollout, config.model.hf_path
     async with AsyncExitStack() as opened:
-        scorer = RewardPool(config.reward, rollout.max_response_tokens)
-        await scorer.start()
-        opened.push_async_callback(scorer.close)
-        robust, right_from = RobustScorer(scorer, config.reward.failed, _report), config.reward.correct
+        rewards = RewardPool(config.reward, rollout.max_response_tokens)
+        await rewards.start()
+        opened.push_async_callback(rewards.close)
+        scorer, right_from = Scorer(rewards, config.reward.failed, _report), config.reward.correct
         pool = await open_pool(config, urls, str(select_device()), _report, opened)
         await pool.update(folder, _VERSION)
         stepping = await open_environment(config.environment, folder, tokenizer, _report, opened)
@@ -303,7 +303,7 @@ async def _ask(
                 task.suite.prompts,
                 tokenizer,
                 pool,
-                robust,
+                scorer,
                 sampling,
                 _VERSION,
                 lost_minutes,

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from bapo_megatron.config import RewardConfig, RunConfig
+from bapo_megatron.config import RunConfig
 from bapo_megatron.evaluation.responses import Responses, all_responses
 from bapo_megatron.evaluation.scoring import ScoredResponse
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.engines.pool import Report
-from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, text_score
+from bapo_megatron.rollout.sampler.scoring import Scorer
 from bapo_megatron.types import Prompt
 
 StoredResponse = tuple[ScoredResponse, str]
@@ -49,7 +49,7 @@ def score_again(
         pool = RewardPool(config.reward, config.rollout.max_response_tokens)
         try:
             await pool.start()
-            scorer = RobustScorer(pool, config.reward.failed, report)
+            scorer = Scorer(pool, config.reward.failed, report)
             return await scored_now(unjudged, prompts, scorer, config.reward.correct, log)
         finally:
             await pool.close()
@@ -68,7 +68,7 @@ async def scored_now(
 
     async def judge(response: ScoredResponse, text: str) -> bool:
         prompt = prompts[response.problem]
-        result = await text_score(scorer, prompt, text, response.tokens, RewardConfig.failed)
+        result = await scorer.score(prompt, text, response.tokens)
         if result.failure is not None:
             return False
         correct = result.score is not None and result.score >= right_from

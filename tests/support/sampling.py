@@ -24,7 +24,7 @@ from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
-from bapo_megatron.rollout.sampler.scoring import RobustScorer
+from bapo_megatron.rollout.sampler.scoring import Scorer
 from bapo_megatron.rollout.sampler.step_batches import read_step
 from bapo_megatron.rollout.sampler.turns import Environments
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt, StepBatch
@@ -173,6 +173,10 @@ class World:
         """What was reported, in order."""
         return [event["kind"] for event in self.events]
 
+    @property
+    def scorer(self) -> Scorer:
+        return Scorer(self.score, self.config.reward.failed, self._note)
+
     @asynccontextmanager
     async def sampling(
         self,
@@ -192,7 +196,7 @@ class World:
             self.config,
             self.dataset,
             self.pool,
-            RobustScorer(self.score, self.config.reward.failed, self._note),
+            self.scorer,
             self._note,
             rounds,
             is_held,

@@ -100,7 +100,7 @@ class GroupScoring:
         """Return a group's results once they count (``FailedScores``)."""
         is_retry = False
         while True:
-            results = await group_scores(self._dataset, self._scorer, group, self._reward.failed)
+            results = await group_scores(self._dataset, self._scorer, group)
             if self._failed.count(group.number, results, is_retry):
                 return results
             await self._failed.pause()

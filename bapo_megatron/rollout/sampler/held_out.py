@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bapo_megatron.config import RewardConfig, RunConfig
+from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import BOXED_REWARDS
 from bapo_megatron.data.problem_sets import Suite, programs_of
 from bapo_megatron.errors import RunStopped
@@ -176,7 +176,7 @@ async def judged_row(
     ids = (response.so_far.token_ids_R, response.last_turn_R)
     text, last = await asyncio.to_thread(lambda: [response_text(tokenizer, one) for one in ids])
     prompt = await asyncio.to_thread(judged_prompt, tokenizer, prompt, response)
-    result = await response_score(scorer, prompt, response, last, RewardConfig.failed)
+    result = await response_score(scorer, prompt, response, last)
     row = {
         "correct": result.score is not None and result.score >= right_from,
         "answer": final_answer(last, prompt.opens_thinking),

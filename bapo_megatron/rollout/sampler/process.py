@@ -40,7 +40,7 @@ from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
 from bapo_megatron.rollout.engines.weight_updates import driver_class
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.held_out import HeldOut
-from bapo_megatron.rollout.sampler.scoring import RobustScorer
+from bapo_megatron.rollout.sampler.scoring import Scorer
 from bapo_megatron.rollout.sampler.teacher import Teacher
 from bapo_megatron.rollout.sampler.turns import open_environments
 from bapo_megatron.runtime.device import environment_variable
@@ -277,7 +277,7 @@ async def _open(
     reward_pool = RewardPool(config.reward, rollout.max_response_tokens, config.reward_functions)
     await reward_pool.start()
     opened.push_async_callback(reward_pool.close)
-    scorer = RobustScorer(reward_pool, config.reward.failed, report)
+    scorer = Scorer(reward_pool, config.reward.failed, report)
     rounds = engine_backend(rollout.engine).rounds
     whole_round = rollout.prompts_per_step * rollout.group_size * 1000 if rounds else None
     pool = await open_pool(config, setup.urls, setup.device, report, opened, whole_round)

@@ -10,14 +10,14 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from bapo_megatron.algo.advantages import LARGEST_REWARD
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT
-from bapo_megatron.reward.pool import FailureReports, RewardResult
+from bapo_megatron.reward.pool import FailureReports, RewardPool, RewardResult
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset, prompt_of_turn, response_text
 from bapo_megatron.rollout.sampler.response import Response
@@ -25,35 +25,26 @@ from bapo_megatron.rollout.sampler.state import OpenGroup, SamplerState
 from bapo_megatron.types import Prompt
 
 
-class Scorer(Protocol):
-    """Async reward function (protocol): ``score`` returns one response's ``RewardResult``, which may be a
-    failure; a response's content never makes it raise. Implemented by ``RewardPool`` and ``RobustScorer``."""
+class Scorer:
+    """Scores responses by a reward pool. Its OSErrors (a worker cannot start), and rewards that are too large
+    or not finite, become failed scores with the reward ``failed``. Reports the 1st, 10th, 100th ... failed
+    score of each kind as a run event (``FailureReports``)."""
+
+    def __init__(self, pool: RewardPool, failed: float, report: Report) -> None:
+        self._pool, self.failed, self._reports = pool, failed, FailureReports(report)
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
         """Return the result for a text of ``tokens`` sampled tokens: a reward, or a kind of failure."""
-
-
-class RobustScorer:
-    """``Scorer`` that wraps another: turns its OSErrors (a worker cannot start) into failed scores, and
-    reports the 1st, 10th, 100th ... failed score of each kind as a run event (``FailureReports``)."""
-
-    def __init__(self, scorer: Scorer, failed: float, report: Report) -> None:
-        self._scorer, self._failed, self._reports = scorer, failed, FailureReports(report)
-
-    async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-        """Return the wrapped scorer's result, or a failed score (``died``) if it raises OSError."""
         try:
-            result = await self._scorer.score(prompt, response, tokens)
+            result = _finite(await self._pool.score(prompt, response, tokens), self.failed)
         except OSError as error:
-            result = RewardResult(self._failed, "died", str(error), place=type(error).__name__)
+            result = RewardResult(self.failed, "died", str(error), place=type(error).__name__)
         self._reports.note(result)
         return result
 
 
-async def group_scores(
-    dataset: Dataset, scorer: Scorer, group: OpenGroup, failed: float
-) -> list[RewardResult]:
-    """Return the results of a complete group, in response order. ``failed``: as in ``response_score``."""
+async def group_scores(dataset: Dataset, scorer: Scorer, group: OpenGroup) -> list[RewardResult]:
+    """Return the results of a complete group, in response order."""
 
     def judged() -> list[tuple[Prompt, Response, str]]:
         prompt, responses = dataset.prompts[group.index], group.responses
@@ -62,7 +53,7 @@ async def group_scores(
         return list(zip(prompts, responses, texts, strict=True))
 
     each = await asyncio.to_thread(judged)  # slow for long responses
-    return await asyncio.gather(*(response_score(scorer, *arguments, failed) for arguments in each))
+    return await asyncio.gather(*(response_score(scorer, *arguments) for arguments in each))
 
 
 def judged_prompt(tokenizer: Any, prompt: Prompt, response: Response) -> Prompt:
@@ -86,23 +77,15 @@ def with_opened_thought(tokenizer: Any, prompt: Prompt, ids_R: np.ndarray, start
     return f"{THINKING}{text}" if opened and THOUGHT not in text else text
 
 
-async def response_score(
-    scorer: Scorer, prompt: Prompt, response: Response, text: str, failed: float
-) -> RewardResult:
-    """Return the result of a complete response: a failure with reward ``failed`` if its environment failed;
-    otherwise the sum of its environment's rewards; without these, ``scorer``'s result for ``text``, the
-    model's last turn. A reward that is too large or not finite counts as a failure."""
+async def response_score(scorer: Scorer, prompt: Prompt, response: Response, text: str) -> RewardResult:
+    """Return the result of a complete response: a failure if its environment failed; otherwise the sum of its
+    environment's rewards; without these, ``scorer``'s result for ``text``, the model's last turn."""
     episode = response.episode
     if episode.failure is not None:
-        return RewardResult(failed, "environment", f"{episode.failure}: {episode.detail}")
+        return RewardResult(scorer.failed, "environment", f"{episode.failure}: {episode.detail}")
     if episode.reward is not None:
-        return _finite(RewardResult(episode.reward, score=episode.reward), failed)
-    return await text_score(scorer, prompt, text, response.longest_sampled, failed)
-
-
-async def text_score(scorer: Scorer, prompt: Prompt, text: str, tokens: int, failed: float) -> RewardResult:
-    """Return ``scorer``'s result for a text of ``tokens`` tokens; failures as in ``response_score``."""
-    return _finite(await scorer.score(prompt, text, tokens), failed)
+        return _finite(RewardResult(episode.reward, score=episode.reward), scorer.failed)
+    return await scorer.score(prompt, text, response.longest_sampled)
 
 
 def _finite(result: RewardResult, failed: float) -> RewardResult:

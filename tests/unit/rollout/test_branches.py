@@ -23,7 +23,7 @@ from bapo_megatron.rollout.sampler.response import (
     most_tokens,
     next_request,
 )
-from bapo_megatron.rollout.sampler.scoring import response_score
+from bapo_megatron.rollout.sampler.scoring import Scorer, response_score
 from bapo_megatron.rollout.sampler.step_batches import read_example, read_header, read_step, write_step
 from bapo_megatron.rollout.sampler.step_columns import StepColumns, header_of
 from bapo_megatron.types import GIVEN, ColumnFile, Group, Prompt, StepBatch
@@ -81,12 +81,13 @@ def test_a_conversation_that_leaves_a_turn_out_is_rewritten() -> None:
 
 
 def test_the_penalty_for_length_is_that_of_the_longest_branch() -> None:
-    class Scorer:
+    class Rewards:
         async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
             return RewardResult(float(tokens))
 
+    scorer = Scorer(Rewards(), 0.0, print)  # type: ignore[arg-type]
     assert by_hand().sampled_tokens == 8
-    assert asyncio.run(response_score(Scorer(), PROMPT_ROW, by_hand(), "", 0.0)).reward == 4.0
+    assert asyncio.run(response_score(scorer, PROMPT_ROW, by_hand(), "")).reward == 4.0
 
 
 def test_an_episode_is_cut_as_a_whole() -> None:

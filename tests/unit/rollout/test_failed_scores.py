@@ -14,7 +14,7 @@ from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.reward.pool import Failure, RewardResult
 from bapo_megatron.rollout.sampler.response import Episode, Response
-from bapo_megatron.rollout.sampler.scoring import response_score
+from bapo_megatron.rollout.sampler.scoring import Scorer, response_score
 from bapo_megatron.types import Prompt, StepBatch
 from tests.support.accounts import check_accounts
 from tests.support.sampling import ScriptedEngine, World, prompt_ids
@@ -65,15 +65,18 @@ async def test_a_reward_beyond_all_advantages_is_a_failure(rewards: tuple[float 
     """Of an environment, or of a model that scores: else the trainer stops at it, at every start."""
     nothing: Any = None
     response = dataclasses.replace(Response(), episode=Episode(rewards=rewards))
-    found = await response_score(nothing, nothing, response, "", -2.0)
+    found = await response_score(Scorer(nothing, -2.0, nothing), nothing, response, "")
     assert (found.failure, found.reward) == ("not finite", -2.0)
 
     class Model:
         async def score(self, *_of: object) -> RewardResult:
             return RewardResult(rewards[0] or 0.0)
 
-    found = await response_score(Model(), nothing, Response(), "", -2.0)
+    told: list[str] = []
+    scorer = Scorer(Model(), -2.0, lambda kind, **_: told.append(kind))  # type: ignore[arg-type]
+    found = await response_score(scorer, nothing, Response(), "")
     assert (found.failure, found.reward) == ("not finite", -2.0)
+    assert told == ["reward_failed"]
 
 
 def cut_nay(prompt: int, response: str) -> bool:

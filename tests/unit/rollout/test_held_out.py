@@ -40,7 +40,7 @@ def world(folder: Path, **evaluation: Any) -> World:
 
 
 def held_out(made: World) -> HeldOut:
-    return HeldOut(made.config, SUITES, made.dataset, made.pool, made.score)
+    return HeldOut(made.config, SUITES, made.dataset, made.pool, made.scorer)
 
 
 async def evaluated(asked: HeldOut, step: int, waits: int = 5) -> Path | None:
@@ -55,7 +55,7 @@ async def evaluated(asked: HeldOut, step: int, waits: int = 5) -> Path | None:
 async def written(made: World, suites: tuple[Suite, ...] = SUITES, waits: int = 5) -> Path:
     """The results of an evaluation at step 2."""
     async with made.sampling():
-        asked = HeldOut(made.config, suites, made.dataset, made.pool, made.score, made.environments)
+        asked = HeldOut(made.config, suites, made.dataset, made.pool, made.scorer, made.environments)
         path = await evaluated(asked, 2, waits)
     assert path is not None
     return path

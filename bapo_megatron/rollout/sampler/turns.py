@@ -8,8 +8,8 @@ tokens. A run has one environment per prompt source, or one for all sources.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -77,12 +77,8 @@ def within(sampling: Sampling, stepping: Stepping | None) -> Sampling:
 def turn_takers(
     environments: Environments, dataset: Dataset, max_response_tokens: int
 ) -> dict[str, TurnTaker]:
-    """Return a ``TurnTaker`` by source; sources with the same environment share one."""
-    made = {
-        id(environment): TurnTaker(environment, dataset, max_response_tokens)
-        for environment in environments.values()
-    }
-    return {source: made[id(environment)] for source, environment in environments.items()}
+    """Return a ``TurnTaker`` by source."""
+    return {source: TurnTaker(one, dataset, max_response_tokens) for source, one in environments.items()}
 
 
 class TurnTaker:
@@ -268,21 +264,26 @@ def _prompt_tools(environment: EnvironmentConfig, traits: Traits) -> Tools:
 def check_environments(config: RunConfig, tokenizer: Any, begun: bool = False) -> dict[str, Tools]:
     """Check each distinct environment of a run; return the tool schemas by source. Raises ConfigError as
     ``check_environment`` does, with the source's name."""
-    tools: dict[str, Tools] = {}
-    for source, environment in _distinct(config.environments).items():
-        with _naming(source, config):
-            tools[source] = check_environment(environment, config.model.hf_path, tokenizer, begun)
-    return _for_all_sources(tools, config.environments)
+    folder = config.model.hf_path
+    return _by_source(config, lambda one: check_environment(one, folder, tokenizer, begun))
 
 
 def tools_of(config: RunConfig) -> dict[str, Tools]:
     """Return each source's tool schemas, read in a worker; raises ConfigError if a class is invalid."""
-    distinct = _distinct(config.environments)
-    tools: dict[str, Tools] = {
-        name: _prompt_tools(environment, read_traits(environment)) if environment.function else ()
-        for name, environment in distinct.items()
-    }
-    return _for_all_sources(tools, config.environments)
+    return _by_source(config, lambda one: _prompt_tools(one, read_traits(one)) if one.function else ())
+
+
+def _by_source(config: RunConfig, make: Callable[[EnvironmentConfig], T]) -> dict[str, T]:
+    """Return what ``make`` returns for each source's environment, called once for equal ones. Its ConfigError
+    gets the source's name, if the run has several sources."""
+    made: dict[str, T] = {}
+    for source, environment in config.environments.items():
+        equal = [value for other, value in made.items() if config.environments[other] == environment]
+        try:
+            made[source] = equal[0] if equal else make(environment)
+        except ConfigError as error:
+            raise ConfigError(f"source {source}: {error}" if config.data.sources else str(error)) from error
+    return made
 
 
 async def open_environment(
@@ -313,39 +314,12 @@ async def open_environments(
 ) -> dict[str, Stepping]:
     """Start a run's environments and return them by source; equal environments share one set of workers.
     Raises ConfigError, ChildError or OSError as ``open_environment`` does."""
-    tokenizing, logs_dir = asyncio.Lock(), config.paths.agent_logs
-    started: dict[str, Stepping | None] = {}
-    for source, environment in _distinct(config.environments).items():
-        with _naming(source, config):
-            made = await open_environment(
-                environment, config.model.hf_path, tokenizer, report, opened, logs_dir
-            )
-        started[source] = made and replace(made, tokenizing=tokenizing)
-    stepping_of = _for_all_sources(started, config.environments)
-    return {name: stepping for name, stepping in stepping_of.items() if stepping is not None}
-
-
-def _distinct(environments: Mapping[str, EnvironmentConfig]) -> dict[str, EnvironmentConfig]:
-    """Return each distinct environment under its first source."""
-    distinct: dict[str, EnvironmentConfig] = {}
-    for source, environment in environments.items():
-        if environment not in distinct.values():
-            distinct[source] = environment
-    return distinct
-
-
-def _for_all_sources(values: Mapping[str, T], environments: Mapping[str, EnvironmentConfig]) -> dict[str, T]:
-    """Extend ``values`` from the sources of ``_distinct`` to all sources with an equal environment."""
-    return {
-        name: next(value for first, value in values.items() if environments[first] == environment)
-        for name, environment in environments.items()
-    }
-
-
-@contextmanager
-def _naming(source: str, config: RunConfig) -> Iterator[None]:
-    """Make an environment's ConfigError name its source, if the run has several sources."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"source {source}: {error}" if config.data.sources else str(error)) from error
+    tokenizing, folder, logs_dir = asyncio.Lock(), config.model.hf_path, config.paths.agent_logs
+    started: dict[str, Stepping] = {}
+    for source, environment in config.environments.items():
+        equal = [one for other, one in started.items() if config.environments[other] == environment]
+        if equal:
+            started[source] = equal[0]
+        elif made := await open_environment(environment, folder, tokenizer, report, opened, logs_dir):
+            started[source] = replace(made, tokenizing=tokenizing)
+    return started

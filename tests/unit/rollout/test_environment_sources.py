@@ -121,7 +121,7 @@ async def test_a_suite_has_the_environment_of_the_source_of_its_name(tmp_path: P
     )
 
     async with made.sampling(rounds=False):
-        asked = HeldOut(made.config, suites, made.dataset, made.pool, made.score, made.environments)
+        asked = HeldOut(made.config, suites, made.dataset, made.pool, made.scorer, made.environments)
         asked.expect(2, 0)
         asked.begin()
         path = await asked.responses(2, 60.0)

@@ -38,7 +38,7 @@ class HandleWorld(World):
     async def call(self, method: str, *arguments: Any) -> Any:
         """The sampler process's reply to a call of the trainer."""
         if self._service is None or self._service[0] is not self.pool:  # one for each life of the process
-            held_out = HeldOut(self.config, (), self.dataset, self.pool, self.score)
+            held_out = HeldOut(self.config, (), self.dataset, self.pool, self.scorer)
             self._service = self.pool, Service(self.sampler, self.pool, held_out, [], "ipc")
         kind, answer, *_ = await self._service[1].answer(method, arguments)
         assert kind == "ok", answer

@@ -131,7 +131,7 @@ async def test_old_step_files_and_held_out_results_are_deleted_unless_they_are_n
     world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, keep_steps=3, **SETTINGS)
     (results := tmp_path / "evaluation").mkdir()
     async with world.sampling():
-        held_out = HeldOut(world.config, (), world.dataset, world.pool, world.score)
+        held_out = HeldOut(world.config, (), world.dataset, world.pool, world.scorer)
         service = Service(world.sampler, world.pool, held_out, [], "disk")
         for step in range(1, 9):
             await world.train(step)

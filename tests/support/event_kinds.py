@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-REPORTERS = {"event", "warning", "_report", "_report_problem", "_tell", "_note"}
+REPORTERS = {"event", "warning", "_report", "_report_problem", "_note"}
 
 
 def written_kinds() -> Iterator[str]:

@@ -18,10 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, NamedTuple, TextIO, cast
 
 from bapo_megatron.runtime.event_kinds import ENDS, last_turn
 from bapo_megatron.runtime.exit_codes import ignore_signals
@@ -36,25 +35,19 @@ from bapo_megatron.trainer.records.trackers import (
     tracked_run,
 )
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 240.0
-"""Exponential backoff between attempts: each pause doubles the previous one."""
+RETRY_S = 60.0
+"""Pause between attempts."""
 
 _POLL_S = 1.0
 _PROBLEM_CHARACTERS = 500
 
 
-@dataclass(frozen=True)
-class TrackedRow:
-    """Metrics of a step, or of an evaluation of the weights after it, for a tracker."""
+class TrackedRow(NamedTuple):
+    """Metrics of a step, or of an evaluation of the weights after it, for a tracker; in this order."""
 
     step: int
     is_evaluation: bool
     metrics: dict[str, float]
-
-    @property
-    def place(self) -> tuple[int, bool]:
-        """Sort key of rows: an evaluation follows the step of its weights."""
-        return self.step, self.is_evaluation
 
 
 class TrackedRows:
@@ -62,35 +55,25 @@ class TrackedRows:
     call, in the order of steps."""
 
     def __init__(self, paths: RunPaths) -> None:
-        self._steps, self._evaluations = _Tail(paths.metrics, False), _Tail(paths.evaluations, True)
+        self._paths, self._offsets = (paths.metrics, paths.evaluations), [0, 0]
 
     def new(self) -> Iterator[TrackedRow]:
         """Return the rows since the last call, lazily: a long run has hundreds of megabytes. Notes the end of
         the steps first: evaluations before a step were written before it, so none comes late."""
-        end = self._steps.end()
-        evaluations = [*self._evaluations.rows(self._evaluations.end())]
-        return heapq.merge(self._steps.rows(end), evaluations, key=lambda row: row.place)
+        ends = [path.stat().st_size for path in self._paths]
+        evaluations = [*self._rows(True, ends[True])]
+        return heapq.merge(self._rows(False, ends[False]), evaluations)
 
-
-class _Tail:
-    """Reader of one growing log from its first line: ``rows``; a partial line waits until it is complete."""
-
-    def __init__(self, path: Path, is_evaluation: bool) -> None:
-        self._path, self._is_evaluation, self._offset = path, is_evaluation, 0
-
-    def end(self) -> int:
-        return self._path.stat().st_size
-
-    def rows(self, end: int) -> Iterator[TrackedRow]:
-        """Yield the rows since the last call with lines that begin before the byte ``end``."""
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            while self._offset < end and (line := file.readline()).endswith(b"\n"):
+    def _rows(self, is_evaluation: bool, end: int) -> Iterator[TrackedRow]:
+        """Yield the rows of lines that begin before the byte ``end``; a partial line waits."""
+        with self._paths[is_evaluation].open("rb") as file:
+            file.seek(self._offsets[is_evaluation])
+            while self._offsets[is_evaluation] < end and (line := file.readline()).endswith(b"\n"):
                 values = parse_row(line)
                 step = values.pop("step")
                 numbers = {name: float(value) for name, value in values.items() if _is_number(value)}
-                self._offset += len(line)
-                yield TrackedRow(step, self._is_evaluation, numbers)
+                self._offsets[is_evaluation] += len(line)
+                yield TrackedRow(step, is_evaluation, numbers)
 
 
 def _is_number(value: object) -> bool:
@@ -122,9 +105,8 @@ class Follower:
 
     def follow(self) -> bool:
         """Follow the run to its end; return False if the last attempt to send the last rows failed."""
-        pause_s = FIRST_PAUSE_S
         while True:
-            is_last, sent = self._wait(0.0), self._sent
+            is_last = self._wait(0.0)
             try:
                 self._attempt()
                 return True
@@ -132,9 +114,7 @@ class Follower:
                 self._note_failure(error)
             if is_last:
                 return False
-            pause_s = FIRST_PAUSE_S if self._sent != sent else pause_s
-            self._wait(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            self._wait(RETRY_S)
 
     def _attempt(self) -> None:
         tracker = self._opened(tracked_run(self._paths.root, self._name))
@@ -159,12 +139,12 @@ class Follower:
         while True:
             is_last = self._wait(0.0)  # before the read, which then has all rows
             for row in rows.new():
-                if row.place <= self._sent:
+                if row[:2] <= self._sent:
                     continue
                 if row.metrics:
                     tracker.write(row.step, row.metrics)
-                self._sent = row.place
-            self._note_success()
+                self._sent = row[:2]
+            self._is_failing = False
             if is_last:
                 return
             self._wait(_POLL_S)
@@ -173,18 +153,11 @@ class Follower:
         text = redacted(f"{type(error).__name__}: {error}")[:_PROBLEM_CHARACTERS]
         print(text, flush=True)
         if not self._is_failing:
-            self._tell("tracker_failed", "warning", f"{self._name}: {text}; it is tried again")
+            message = f"{self._name}: {text}; it is tried again"
+            with suppress(OSError):  # full disk or closed terminal: trackers never end a run
+                append_event(self._paths.events, "tracker_failed", tracker=self._name, message=message)
+                print(f"warning: {message}", file=self._console, flush=True)
         self._is_failing = True
-
-    def _note_success(self) -> None:
-        if self._is_failing:
-            self._tell("tracker_back", "note", f"{self._name} takes metrics again")
-        self._is_failing = False
-
-    def _tell(self, kind: str, word: str, message: str) -> None:
-        with suppress(OSError):  # full disk or closed terminal: trackers never end a run
-            append_event(self._paths.events, kind, tracker=self._name, message=message)
-            print(f"{word}: {message}", file=self._console, flush=True)
 
 
 def _watch(parent: int, ended: threading.Event, limit_s: float) -> None:

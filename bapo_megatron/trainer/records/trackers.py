@@ -170,8 +170,6 @@ class TrackioTracker:
 _TAG = "bapo.run_id"
 _STATES = {"done": "FINISHED", "failed": "FAILED"}
 """MLflow run states; every other end is KILLED."""
-_PARAMS, _PARAM_CHARACTERS, _METRICS = 100, 500, 1000
-"""Limits of one MLflow request: parameters, characters of a parameter's value, metrics."""
 
 
 class MlflowTracker:
@@ -180,7 +178,7 @@ class MlflowTracker:
 
     def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric, Param
 
         self._metric: Any = Metric
         folder = run.folder / "mlflow"
@@ -203,7 +201,8 @@ class MlflowTracker:
             stored = self._client.create_run(number, run_name=run.name, tags={_TAG: run.id})
         self._id: str = stored.info.run_id
         known = stored.data.params  # MLflow refuses to change a parameter
-        self._write_params({name: value for name, value in run.config.items() if name not in known})
+        params = [Param(name, str(value)) for name, value in run.config.items() if name not in known]
+        self._client.log_batch(self._id, params=params)
 
     def last_step(self) -> int | None:
         return max(
@@ -215,19 +214,11 @@ class MlflowTracker:
         # The mark comes last: a step that has it is whole.
         order = sorted(metrics, key=_STEP_MARK.__eq__)
         values = [self._metric(_allowed(name), metrics[name], now, step) for name in order]
-        for begin in range(0, len(values), _METRICS):
-            self._client.log_batch(self._id, metrics=values[begin : begin + _METRICS])
+        self._client.log_batch(self._id, metrics=values)
 
     def close(self, end: str | None) -> None:
         if end is not None:
             self._client.set_terminated(self._id, _STATES.get(end, "KILLED"))
-
-    def _write_params(self, params: dict[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        values = [Param(name, str(value)[:_PARAM_CHARACTERS]) for name, value in params.items()]
-        for begin in range(0, len(values), _PARAMS):
-            self._client.log_batch(self._id, params=values[begin : begin + _PARAMS])
 
 
 def _allowed(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,11 @@ class Waits:
 
     def __init__(self, at: int) -> None:
         self.left, self.pauses_s = at, list[float]()
+        self.after_a_poll: list[Callable[[], None]] = []
 
     def __call__(self, limit_s: float) -> bool:
+        if limit_s == 1.0 and self.after_a_poll:
+            self.after_a_poll.pop()()
         if limit_s:
             self.pauses_s.append(limit_s)
             self.left -= 1
@@ -215,7 +219,7 @@ def test_a_board_without_one_gets_new_rows(run: FilesOfRun, resume_step: int, se
 
 
 @pytest.mark.parametrize("can_tell", [True, False])
-def test_a_failure_is_told_once_and_tried_again_with_backoff(
+def test_a_failure_is_told_once_and_tried_again_each_minute(
     run: FilesOfRun, can_tell: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the keys that it may name."""
@@ -227,12 +231,29 @@ def test_a_failure_is_told_once_and_tried_again_with_backoff(
     run.step(2)
     assert follow(run, store, wait=wait)
     assert store.rows == [row(1), row(2)]
-    assert wait.pauses_s == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 240.0, 240.0, 240.0, 1.0]
-    [(_, failed), (_, back)] = run.told
-    assert [kind for kind, _ in run.told] == ["tracker_failed", "tracker_back"]
+    assert wait.pauses_s == [60.0] * 9 + [1.0]
+    [(kind, failed)] = run.told
+    assert kind == "tracker_failed"
     assert failed == "fake: ConnectionError: attempt 0 with ***; it is tried again"
-    assert run.printed.splitlines() == [f"warning: {failed}", f"note: {back}"]
+    assert run.printed.splitlines() == [f"warning: {failed}"]
     assert store.ends == [None] * 9 + ["killed"]  # None: the run continues, and is tried again
+
+
+def test_each_outage_is_told(run: FilesOfRun) -> None:
+    store, wait = Store(), Waits(4)
+    run.step(1)
+    store.failures = [OSError("first")]
+
+    def again() -> None:
+        run.step(2)
+        store.failures.append(OSError("second"))
+
+    wait.after_a_poll = [again]
+    assert follow(run, store, wait=wait)
+    assert store.rows == [row(1), row(2)]
+    assert [message for _, message in run.told] == [
+        f"fake: OSError: {which}; it is tried again" for which in ("first", "second")
+    ]
 
 
 def test_a_row_that_failed_is_sent_again(run: FilesOfRun) -> None:
@@ -253,6 +274,8 @@ def test_a_row_that_failed_is_sent_again(run: FilesOfRun) -> None:
 
 def test_a_line_that_is_being_written_waits(run: FilesOfRun) -> None:
     rows = TrackedRows(run.paths)
+    run.evaluation(0)
+    assert [one.step for one in rows.new()] == [0]
     run.step(1)
     with run.paths.metrics.open("ab") as file:
         file.write(b'{"step": 2, "a":')

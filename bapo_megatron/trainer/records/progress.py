@@ -52,44 +52,27 @@ def numbered_line(step: int, total_steps: int, parts: Sequence[str]) -> str:
     return "  ".join([f"step {step:>{len(str(total_steps))}}/{total_steps}", *parts])
 
 
+_COUNTS = {
+    "sampled/reward/failures": "scores failed",
+    "sampled/environment/failures": "environments failed",
+    "rollout/groups_dropped": "uniform groups",
+    "rollout/groups_failed": "groups with too few scores",
+    "rollout/groups_stale": "groups too old",
+}
+"""Metrics that a step's line has where they are not 0."""
+
+
 def notes(metrics: Metrics) -> list[str]:
-    """Return notes on a step: failed scores and environments, dropped groups, and why it made no update."""
-    parts: list[str] = []
-    scored = metrics.get("rollout/groups_sampled")
-    all_failed = metrics.get("sampled/reward/failed_fraction") == 1.0
-    failed, uniform = _failed(metrics), metrics.get("rollout/groups_dropped") or 0.0
-    unscored = metrics.get("rollout/groups_failed") or 0.0
-    if not all_failed:
-        parts.extend(failed)
-        if scored and 0 < uniform + unscored < scored:
-            parts.append(_kept(metrics, scored, scored - uniform - unscored))
-    if stale := metrics.get("rollout/groups_stale"):
-        parts.append(f"{stale:.0f} groups too old")
-    if metrics.get("policy/updates") != 0.0:
-        return parts
-    if all_failed:
-        why = "all " + ", ".join(failed)
-    elif metrics.get("rollout/groups"):
-        why = "all responses rejected"  # by algorithm.masks or algorithm.corrections
-    elif scored:
-        why = f"of {scored:.0f} groups {uniform:.0f} uniform, {unscored:.0f} with too few scores"
-    else:
-        why = "no group is left"
-    return [*parts, f"no update: {why}"]
-
-
-def _kept(metrics: Metrics, scored: float, kept: float) -> str:
-    right = metrics.get("sampled/reward/correct_fraction")
-    of_all = "" if right is None else f" (of all: right {right:.1%})"
-    return f"{kept:.0f} of {scored:.0f} groups kept{of_all}"
-
-
-def _failed(metrics: Metrics) -> list[str]:
-    """Return texts for failed scores and failed environments; ``reward/failures`` counts both."""
-    environments = metrics.get("sampled/environment/failures") or 0.0
-    scores = (metrics.get("sampled/reward/failures") or 0.0) - environments
-    parts = ((scores, "scores failed"), (environments, "environments failed"))
-    return [f"{count:.0f} {what}" for count, what in parts if count > 0]
+    """Return notes on a step: what failed or was dropped, and that it made no update."""
+    parts = [f"{count:.0f} {what}" for name, what in _COUNTS.items() if (count := metrics.get(name))]
+    scored = metrics.get("rollout/groups_sampled") or 0.0
+    kept = scored - sum(metrics.get(f"rollout/groups_{how}") or 0.0 for how in ("dropped", "failed"))
+    if 0 < kept < scored:
+        right = number_text(metrics.get("sampled/reward/correct_fraction"), ".1%")
+        parts.append(f"{kept:.0f} of {scored:.0f} groups kept (of all: right {right})")
+    if metrics.get("policy/updates") == 0.0:
+        parts.append("no update: all responses rejected" if metrics.get("rollout/groups") else "no update")
+    return parts
 
 
 _AVERAGE = re.compile(r"eval/(?P<suite>.+)/(?P<name>avg@\d+)")

@@ -46,15 +46,16 @@ RIGHT = "sampled/reward/correct_fraction"
         ({"sampled/reward/failures": 0.0}, []),
         (
             {"sampled/reward/failures": 9.0, "sampled/environment/failures": 8.0},
-            ["1 scores failed", "8 environments failed"],
+            ["9 scores failed", "8 environments failed"],
         ),
         (
             {**NO_GROUP, "sampled/reward/failures": 32.0, "sampled/reward/failed_fraction": 1.0},
-            ["no update: all 32 scores failed"],
+            ["32 scores failed", "no update"],
         ),
+        ({"rollout/groups": 4.0, "policy/updates": 0.0}, ["no update: all responses rejected"]),
         (
             {**TWELVE, "rollout/groups_dropped": 11.0, "policy/updates": 0.0},
-            ["5 scores failed", "no update: of 12 groups 11 uniform, 1 with too few scores"],
+            ["5 scores failed", "11 uniform groups", "1 groups with too few scores", "no update"],
         ),
         (
             {
@@ -63,7 +64,7 @@ RIGHT = "sampled/reward/correct_fraction"
                 "rollout/groups_stale": 1.0,
                 RIGHT: 0.8125,
             },
-            ["2 of 8 groups kept (of all: right 81.2%)", "1 groups too old"],
+            ["6 uniform groups", "1 groups too old", "2 of 8 groups kept (of all: right 81.2%)"],
         ),
     ],
 )

@@ -211,9 +211,6 @@ class ReceivesHandles(ReleasesMemory, Protocol):
         """``ReleasesMemory.wake`` that also accepts memory handles. Reclaims the weights' memory before the
         first part and the rest after ``confirm``: until then the trainer's weights are on the same GPU."""
 
-    async def resume(self) -> None:
-        """Resume sampling with the present weights, if an unfinished ``wake`` has left the engine paused."""
-
 
 class Need(Enum):
     """Request that ``Sampler.next_batch`` or ``evaluated`` returns in place of a result. The training loop

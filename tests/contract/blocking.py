@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.interfaces import Engine, ReceivesHandles, ReleasesMemory
+from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
 from bapo_megatron.rollout.weight_sync.ipc import handles_of, shareable
 from bapo_megatron.types import GenerateRequest, Generation, WeightPart
@@ -53,7 +54,8 @@ class BlockingEngine:
         self._wait(self.engine.abort())
 
     def resume(self) -> None:
-        self._wait(self._receiving.resume())
+        assert isinstance(self.engine, SglangEngine)
+        self._wait(self.engine.server.resume())
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Through a folder, as in a run."""

@@ -53,9 +53,6 @@ class SleepingEngine(ScriptedEngine):
                 self.wrongs.append("load")
             await super().load(folder, version, confirm)
 
-    async def resume(self) -> None:
-        self.calls.append("resume")
-
     async def abort(self) -> None:
         self.calls.append("abort")
         await super().abort()

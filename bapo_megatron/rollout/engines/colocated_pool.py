@@ -16,11 +16,13 @@ from typing import Any
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.interfaces import ReceivesHandles, ReleasesMemory
-from bapo_megatron.rollout.engines.backend import EngineError, engine_backend
+from bapo_megatron.interfaces import ReleasesMemory
+from bapo_megatron.rollout.engines.backend import engine_backend
 from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.pool_state import EngineSlot, EngineTimeouts
 from bapo_megatron.rollout.engines.sent_weights import DigestQuorum, SentDigests
+
+_ASLEEP = "its memory is released"
 
 
 async def open_pool(
@@ -66,7 +68,8 @@ class ColocatedPool(EnginePool):
     A held engine gets no requests, health checks or recovery; initially all are held. ``release`` holds all,
     aborts their requests and frees their GPU memory. ``wake`` takes it back, loads the weights, and lets an
     engine sample. Both return the names of the engines on which they succeeded; the memory of the others is
-    in an unknown state, so kill their servers before ``admit``, which ends the hold on all.
+    in an unknown state, so kill their servers before ``admit``, which ends the hold on all. An engine lost
+    between two hand-overs recovers only if the weights are in a folder; IPC leaves them in none.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -76,18 +79,17 @@ class ColocatedPool(EnginePool):
         self.down_since = None  # held engines do not count as lost
         self._ipc_weights: tuple[int, DigestQuorum] | None = None
         """Version of the weights sent by memory handles (CUDA IPC), with its digest quorum."""
-        self._without_weights = set[str]()
-        """Names of quarantined engines found without that version, or that failed the check."""
 
     async def release(self) -> list[str]:
-        """Hold all engines, abort requests, release memory; return the names of those that released it."""
+        """Hold all engines, abort requests, release memory; return the names of those that released it. A
+        lost one that can release it gets the next weights like the others."""
         # Hold all before the first await: a releasing engine must get no request and no weights.
         for slot in self._slots:
             slot.is_held = True
-        up = [slot for slot in self._slots if slot.is_up]
-        released = await asyncio.gather(*(self._release(slot) for slot in up))
+        awake = [slot for slot in self._slots if slot.is_up or not (slot.is_busy or slot.reason == _ASLEEP)]
+        released = await asyncio.gather(*(self._release(slot) for slot in awake))
         self.down_since = None
-        return [slot.engine.name for slot, done in zip(up, released, strict=True) if done]
+        return [slot.engine.name for slot, done in zip(awake, released, strict=True) if done]
 
     async def wake(self, names: Collection[str]) -> list[str]:
         """Wake engines with the current weights from their folder; return the names of those that sample."""
@@ -102,7 +104,6 @@ class ColocatedPool(EnginePool):
         """Announce weights that are in no folder: ``WeightUpdates`` wakes engines with them, by handles."""
         self._weights = None
         self._ipc_weights = version, DigestQuorum(self._timeouts.silent_s)
-        self._without_weights.clear()
 
     def resumed(self, version: int, slots: Collection[EngineSlot]) -> None:
         """Let the receivers of weights by handles sample; the other engines stay held until ``admit``."""
@@ -120,38 +121,6 @@ class ColocatedPool(EnginePool):
         # Sleep must not count as silence.
         self._worked_at = slot.last_answer_at = self._clock.now()
         slot.hang_reported_at, slot.hang_report_backoff_s = -math.inf, 0.0
-
-    @property
-    def needs_weights(self) -> bool:
-        """Whether the trainer must push the weights again: no engine works, at least one lacks the weights
-        sent by handles, and the others lack them too or are silent (their servers may never restart)."""
-        since = self._clock.now() - self._timeouts.hang_s
-        missing = self._without_weights
-        others = [slot for slot in self._slots if slot.engine.name not in missing]
-        return super().needs_weights and bool(missing) and all(slot.last_answer_at < since for slot in others)
-
-    async def _bring_back(self, slot: EngineSlot) -> None:
-        """Recover an engine that answers again; without a weight folder, only if it still has the weights."""
-        if self._weights is not None or self._ipc_weights is None:
-            await super()._bring_back(slot)
-            return
-        version = self._ipc_weights[0]
-        has_them = await self.or_quarantine(slot, self._check(slot, version), self._timeouts.abort_s)
-        if has_them and not slot.is_held:
-            self._mark_ready(slot, version)
-        elif not has_them:
-            self._without_weights.add(slot.engine.name)
-
-    async def _check(self, slot: EngineSlot, version: int) -> None:
-        """Abort an engine's orphaned requests and resume. Raises EngineError if it lacks ``version``."""
-        assert isinstance(slot.engine, ReceivesHandles)
-        if (actual := await slot.engine.weight_version()) != version:
-            raise EngineError(
-                f"{slot.engine.name}: has weight version {actual}, and {version} is in no folder"
-            )
-        # Abort before resume: orphaned requests were resent to other engines and must not sample further.
-        await slot.engine.abort()
-        await slot.engine.resume()
 
     async def _wake(self, slot: EngineSlot) -> bool:
         assert isinstance(slot.engine, ReleasesMemory)
@@ -187,5 +156,5 @@ class ColocatedPool(EnginePool):
         assert isinstance(slot.engine, ReleasesMemory)
         released = await self.or_quarantine(slot, slot.engine.release_memory())
         if released:
-            slot.is_up, slot.reason = False, "its memory is released"
+            slot.is_up, slot.reason = False, _ASLEEP
         return released

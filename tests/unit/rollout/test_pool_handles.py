@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -108,7 +108,7 @@ async def test_engines_wake_with_weights_by_handles(tmp_path: Path) -> None:
     assert [one.folders for one in both] == [[Path("v0"), Path("v3")]] * 2
     by_handles = ["begin", "receive", "receive", "confirm", "finish"]
     one_turn, by_folder = ["release", *by_handles], ["release", "wake"]
-    memory = [call for call in both[0].calls if call not in ("abort", "resume")]
+    memory = [call for call in both[0].calls if call != "abort"]
     assert memory == [*one_turn, *one_turn, *by_folder, *one_turn]
     assert world.event_kinds().count("engine_ready") == 2, "a wake is not a come-back"
     assert "engine_refused" not in world.event_kinds()
@@ -221,106 +221,84 @@ async def test_the_digest_of_weights_by_handles_counts_for_a_load_by_disk(tmp_pa
         assert len(both[0].asked) == asked
 
 
-async def test_a_lost_engine_recovers_with_its_current_weights(tmp_path: Path) -> None:
-    """One failed request is not a reason to start a server again, nor to change the GPUs' turn."""
+async def test_a_lost_engine_gets_the_next_weights(tmp_path: Path) -> None:
+    """Those that it has are in no folder, so it samples no more of this step; its server is not ended."""
     async with released(tmp_path, "one", "two", sampled=True) as (world, pool, both, asleep):
         await handed_over(world, asleep, 1)
         await world.call("admit")
-        for slot in pool._slots:
-            pool.quarantine(slot, "a request failed")
-        assert pool.up == 0
-        assert not pool.needs_weights, "they may have the weights still"
-        await until(lambda: pool.up == 2)
+        pool.quarantine(pool._slots[0], "a request failed")
+        asked = len(both[0].asked)
+        await asyncio.sleep(0.1)  # five heartbeats
+        assert (pool.up, pool.needs_weights) == (1, False)
         assert versions(await world.batch(2)) == {1}
-    assert [engine.folders for engine in both] == [[Path("v0")]] * 2
-    assert both[0].calls[-2:] == ["abort", "resume"], "it may have had requests, or been paused"
+        assert len(both[0].asked) == asked
+        asleep = await world.call("release")
+        assert asleep == ["one", "two"]
+        await world.weights(2)
+        assert sorted(await handed_over(world, asleep, 2)) == ["one", "two"]
+        await world.call("admit")
+        assert versions(await world.batch(3)) == {2}
+        assert len(both[0].asked) > asked
+    assert [(engine.folders, engine.wrongs) for engine in both] == [([Path("v0")], [])] * 2
 
 
-async def test_the_trainer_is_asked_for_weights_when_no_engine_has_them(tmp_path: Path) -> None:
-    """Weights in no folder come from the trainer alone."""
+@pytest.mark.parametrize("anew", [0, 1, 2])
+async def test_the_trainer_is_asked_for_weights_when_no_engine_works(tmp_path: Path, anew: int) -> None:
+    """Weights in no folder come from the trainer alone; what answers may release its memory for them."""
+    async with released(tmp_path, "one", "two", sampled=True) as (world, pool, both, asleep):
+        await handed_over(world, asleep, 1)
+        await world.call("admit")
+        for engine in both[:anew]:
+            engine.restart()
+        pool.quarantine(pool._slots[0], "its server has ended")
+        assert not pool.needs_weights, "the other works"
+        pool.quarantine(pool._slots[1], "its server has ended")
+        assert pool.needs_weights
+        both[1].fails = "release"
+        asleep = await world.call("release")
+        assert asleep == ["one"]
+        await world.weights(1)
+        await hand_over(world, asleep, 1)
+        await world.in_folder(1)
+        await world.call("resume")
+        both[1].restart()
+        await world.call("admit")
+        await until(lambda: pool.up == 2)
+        assert not pool.needs_weights
+        assert versions(await world.batch(2)) == {1}
+    assert [(engine.folders[1:], engine.wrongs) for engine in both] == [([], []), ([Path("v1")], [])]
+
+
+async def test_a_sleeping_engine_is_not_asked_to_release_its_memory_again(tmp_path: Path) -> None:
+    """The trainer failed before it woke it."""
+    async with released(tmp_path, "one", "two") as (world, _, both, asleep):
+        await handed_over(world, asleep[:1], 1)
+        assert await world.call("release") == ["one"]
+    assert [engine.wrongs for engine in both] == [[], []]
+
+
+async def test_a_restarted_sampler_asks_for_weights(tmp_path: Path) -> None:
+    """It does not know which of the engines, all of which answer, were started again."""
     both = named("one", "two")
     world = HandleWorld(tmp_path, both)
     async with sampling_in_turns(world, admitted=False) as pool:
         await world.begin(pool)
         await world.batch(1)
         asleep = await world.call("release")
-        assert not pool.needs_weights, "those of the folder"
         await world.weights(1)
         await handed_over(world, asleep, 1)
         await world.call("admit")
-        both[0].restart()
-        pool.quarantine(pool._slots[0], "its server has ended")
-        await until(lambda: "one: has weight version 0, and 1 is in no folder" in world.refusals())
-        assert not pool.needs_weights, "the other works"
-        both[1].restart()
-        pool.quarantine(pool._slots[1], "its server has ended")
-        await until(lambda: pool.needs_weights)
-        assert [engine.folders for engine in both] == [[Path("v0")]] * 2
-        await world.in_folder(1)
-        assert not pool.needs_weights
-        await until(lambda: pool.up == 2)
-        assert versions(await world.batch(2)) == {1}
-
-
-async def test_weights_are_asked_for_though_another_engine_is_dead(tmp_path: Path) -> None:
-    """Its server cannot be started again. The other, which was, has no weights."""
-    async with released(tmp_path, "dead", "other", sampled=True) as (world, pool, (dead, other), asleep):
-        pool._timeouts = replace(PATIENCE, hang_s=1.0)
-        await handed_over(world, asleep, 1)
-        await world.call("admit")
-        dead.ready = False
-        other.restart()
-        for slot in pool._slots:
-            pool.quarantine(slot, "its server has ended")
-        await until(lambda: "other: has weight version 0, and 1 is in no folder" in world.refusals())
-        assert not pool.needs_weights, "the dead one may still come back"
-        await until(lambda: pool.needs_weights)
-
-
-async def taken_over(world: HandleWorld, after_death: Sequence[SleepingEngine]) -> list[str]:
-    """The names of engines that a second sampler uses; what it samples has the same weights.
-
-    ``after_death``: engines that are started again meanwhile.
-    """
-    async with sampling_in_turns(world, admitted=False) as pool:
-        await world.begin(pool)
-        await world.batch(1)
-        asleep = await world.call("release")
-        await world.weights(1)
-        await handed_over(world, asleep, 1)
-        await world.call("admit")
-    for engine in after_death:
-        engine.restart()
-    for engine in world.engines:
-        assert isinstance(engine, SleepingEngine)
-        engine.calls.clear()
+    both[0].restart()
+    for engine in both:
         engine.asked.clear()
     async with sampling_in_turns(world, first_step=2, admitted=False) as pool:
         await world.weights(1)
         await asyncio.sleep(0.1)  # five heartbeats
-        assert pool.up == 0, "an engine samples before the trainer has admitted it"
         await world.call("admit")
-        have = len(world.engines) - len(after_death)
-        await until(lambda: pool.up == have and (have > 0 or pool.needs_weights))
-        if have:
-            assert versions(await world.batch(2)) == {1}
-        return [slot.engine.name for slot in pool._slots if slot.is_up]
-
-
-async def test_a_restarted_sampler_uses_engines_with_the_current_weights(tmp_path: Path) -> None:
-    both = named("one", "two")
-    assert sorted(await taken_over(HandleWorld(tmp_path, both), [])) == ["one", "two"]
-    assert [engine.folders for engine in both] == [[Path("v0")]] * 2
-    assert both[0].calls[:2] == ["abort", "resume"], "the dead one may have left requests, or a pause"
-
-
-async def test_a_restarted_sampler_does_not_use_a_restarted_engine(tmp_path: Path) -> None:
-    """A restarted server has version 0, and answers requests all the same. Of no other, weights are asked."""
-    both = named("one", "two")
-    world = HandleWorld(tmp_path / "one", both)
-    assert await taken_over(world, both[:1]) == ["two"]
-    assert (both[0].asked, both[0].folders) == ([], [Path("v0")])
-    assert "resume" not in both[0].calls
-    assert "one: has weight version 0, and 1 is in no folder" in world.refusals()
-    both = named("one", "two")
-    assert await taken_over(HandleWorld(tmp_path / "both", both), both) == []
+        await asyncio.sleep(0.1)
+        assert (pool.up, pool.needs_weights) == (0, True)
+        asleep = await world.call("release")
+        await world.weights(1)
+        assert sorted(await handed_over(world, asleep, 1)) == ["one", "two"]
+        assert versions(await world.batch(2)) == {1}
+    assert [(engine.folders, engine.wrongs) for engine in both] == [([Path("v0")], [])] * 2

@@ -116,10 +116,6 @@ class SglangEngine:
             await self._abort()
             await self._inflight.open_gate()
 
-    async def resume(self) -> None:
-        async with self._one_control:
-            await self._resume()
-
     async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
         """Load new weights. Raises ServerError if the load fails or, for a folder, another version is loaded,
         and errors of ``confirm``; the server must then not sample until a load succeeds."""

@@ -1,7 +1,7 @@
 """The ``sglang`` engine: one SGLang server behind the async protocol ``interfaces.Engine``, with deadlines.
 
 ``SglangEngine`` adds to the HTTP client: aborts at deadlines (a request then returns its tokens so far), one
-retry when a reused connection was closed, and weight updates from a folder, by broadcast or by memory
+retry when a connection was closed, and weight updates from a folder, by broadcast or by memory
 handles, between two tokens of requests in flight. During a load, unsent requests wait at a gate.
 """
 
@@ -20,7 +20,7 @@ from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.pool_state import load_seconds
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, empty_generation
 from bapo_megatron.rollout.engines.sglang.http_client import (
-    KeptConnectionClosed,
+    ConnectionClosed,
     PauseMode,
     ServerError,
     SglangServer,
@@ -96,7 +96,7 @@ class SglangEngine:
         try:
             try:
                 answer = await self._send(request, pending)
-            except KeptConnectionClosed:  # most likely the server never saw the request: retry once
+            except ConnectionClosed:  # often the server never saw the request: retry once
                 pending.rid = uuid.uuid4().hex  # the server may still know the old one
                 answer = await self._send(request, pending, again=True)
             if answer is None:

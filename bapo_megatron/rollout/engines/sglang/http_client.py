@@ -60,8 +60,8 @@ class HttpSessions:
     be repeated. Connections are unlimited. Construct it within the loop; ``close`` closes both sessions."""
 
     def __init__(self) -> None:
-        self.kept = _session([_reuse_trace()], keepalive_timeout=_KEEP_IDLE_S)
-        self.new = _session([], force_close=True)
+        self.kept = _session(keepalive_timeout=_KEEP_IDLE_S)
+        self.new = _session(force_close=True)
 
     async def close(self) -> None:
         await self.kept.close()
@@ -75,13 +75,11 @@ class HttpSessions:
             session.connector.clear_dns_cache(parts.host, parts.port)
 
 
-def _session(traces: list[aiohttp.TraceConfig], **more: Any) -> aiohttp.ClientSession:
+def _session(**more: Any) -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(
         limit=0, ttl_dns_cache=_KEEP_NAMES_S, socket_factory=_kept_alive_socket, **more
     )
-    return aiohttp.ClientSession(
-        connector=connector, trace_configs=traces, read_bufsize=_READ_BYTES, auto_decompress=False
-    )
+    return aiohttp.ClientSession(connector=connector, read_bufsize=_READ_BYTES, auto_decompress=False)
 
 
 def _kept_alive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -92,24 +90,13 @@ def _kept_alive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return made
 
 
-def _reuse_trace() -> aiohttp.TraceConfig:
-    """Return a trace that sets ``reused`` in ``trace_request_ctx`` for a reused kept-alive connection."""
-
-    async def note(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
-        context.trace_request_ctx["reused"] = True
-
-    trace = aiohttp.TraceConfig()
-    trace.on_connection_reuseconn.append(note)
-    return trace
-
-
 class ServerError(EngineError):
     """An SGLang server refused a call, hung or answered invalidly. The message names it."""
 
 
-class KeptConnectionClosed(ServerError):
-    """A reused connection was closed during a request: the server closed it as idle while a busy machine sent
-    the request, despite ``_KEEP_IDLE_S``, or server or network failed. The caller may resend once."""
+class ConnectionClosed(ServerError):
+    """A connection was closed during a call: server or network failed, or the server closed it as idle while
+    a busy machine sent the request, despite ``_KEEP_IDLE_S``. The caller may resend a request once."""
 
 
 class BadRequest(ServerError):
@@ -127,7 +114,7 @@ class SglangServer:
 
     async def generate(self, request: GenerateRequest, rid: str, again: bool = False) -> Generation:
         """Send one request under id ``rid`` and return its answer, after an abort the tokens so far. Raises
-        ValueError if it is malformed, KeptConnectionClosed. ``again``: a resend, on a new connection."""
+        ValueError if it is malformed, ConnectionClosed. ``again``: a resend, on a new connection."""
         session = self._sessions.new if again else self._sessions.kept
         payload = generate_payload(request, rid)
         try:
@@ -284,7 +271,7 @@ class SglangServer:
     ) -> bytes:
         """Make one HTTP call, without retries or redirects; returns the body of a status 200 answer."""
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_S)
-        url, connection = self.url + path, {"reused": False}
+        url = self.url + path
         plain = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         try:
             headers = plain | await self._authorization.headers()
@@ -294,7 +281,6 @@ class SglangServer:
                 data=body,
                 headers=headers,
                 timeout=limit,
-                trace_request_ctx=connection,
                 allow_redirects=False,
             ) as answer:
                 content = await _content(url, answer)
@@ -308,10 +294,11 @@ class SglangServer:
             raise ServerError(f"{url}: no answer within {timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             self._authorization.forget()
+            kind = ServerError
             if isinstance(error, aiohttp.ClientConnectorError):
                 self._sessions.forget_address(url)
-            is_closed = isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
-            kind = KeptConnectionClosed if is_closed and connection["reused"] else ServerError
+            elif isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)):
+                kind = ConnectionClosed
             raise kind(f"{url}: {type(error).__name__}: {error}") from error
 
     def _refusal(self, url: str, status: int, content: bytes) -> ServerError:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
 from bapo_megatron.rollout.engines.requests import ModelLimits
 from bapo_megatron.rollout.engines.sent_weights import SentDigests
-from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
+from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang.server_process import ServerProcess
 from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates
@@ -132,8 +133,8 @@ class Broadcasts:
 
     async def _receivers(self, processes: Sequence[ServerProcess]) -> BroadcastUpdates:
         limits = ModelLimits(SHAPE["vocab_size"], SHAPE["max_position_embeddings"])
-        deadlines = Deadlines(update_s=DEADLINE_S - 2)
-        engines = [Present(self.server(one), limits, deadlines=deadlines) for one in processes]
+        timeouts = EngineTimeouts(update_s=DEADLINE_S - 2)
+        engines = [Present(self.server(one), limits, timeouts=timeouts) for one in processes]
         self._pools.append(EnginePool(engines, 8, lambda *_, **__: None))
         return BroadcastUpdates(self._pools[-1])
 

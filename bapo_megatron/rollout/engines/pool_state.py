@@ -36,14 +36,17 @@ higher value loads would drift apart, and a recovered engine would stay empty.""
 
 @dataclass(frozen=True)
 class EngineTimeouts:
-    """Timeouts of the engine pool, in seconds; a recipe sets only ``update_s``, by ``update_minutes``."""
+    """Timeouts of the engine pool and of calls to a server, in seconds; a recipe sets ``request_s``, by
+    ``request_minutes``, and ``update_s``, by ``update_minutes``."""
 
+    request_s: float = 3600.0
+    """Deadline of a request, which is then aborted and returns its tokens so far."""
     heartbeat_s: float = 5.0
     """Interval between an engine's health checks."""
     silent_s: float = 20.0
     """Longest time without an answer before quarantine."""
     abort_s: float = 60.0
-    """Deadline for aborting all requests, also for closing an engine."""
+    """Deadline for aborting one request or all, also for closing an engine."""
     update_s: float = 600.0
     """Deadline of a weight update, excluding the time to read the weights."""
     hang_s: float = 120.0

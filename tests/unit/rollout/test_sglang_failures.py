@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines import pool_state
+from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
 from bapo_megatron.rollout.engines.requests import ModelLimits, limits_of
 from bapo_megatron.rollout.engines.sglang import http_client as http_server
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
-from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
+from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import (
     HttpSessions,
     PauseMode,
@@ -63,12 +64,12 @@ def engine_on(
     server: FakeServer, model: Path, folder: Path, on_update: PauseMode = "retract"
 ) -> BlockingEngine:
     async def make() -> Engine:
-        deadlines = Deadlines(request_s=2.0, update_s=2.0, abort_s=0.5)
+        timeouts = EngineTimeouts(request_s=2.0, update_s=2.0, abort_s=0.5)
         return SglangEngine(
             SglangServer(server.url, HttpSessions(), Keyless()),
             limits_of(model),
             on_update,
-            deadlines=deadlines,
+            timeouts=timeouts,
         )
 
     return BlockingEngine(make, model, folder / "weights")

@@ -15,9 +15,10 @@ import pytest
 from safetensors.torch import load_file
 
 from bapo_megatron.interfaces import Confirm
+from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sent_weights import DigestMismatch
-from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
+from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightPart
 from tests.support.fake_sglang import FakeServer, Keyless
@@ -106,9 +107,9 @@ def folder(model: Path, tmp_path: Path) -> Path:
 
 
 def engine_on(server: SleepingServer, model: Path) -> SglangEngine:
-    deadlines = Deadlines(request_s=30.0, update_s=30.0, abort_s=5.0)
+    timeouts = EngineTimeouts(request_s=30.0, update_s=30.0, abort_s=5.0)
     client = SglangServer(server.url, HttpSessions(), Keyless())
-    return SglangEngine(client, limits_of(model), deadlines=deadlines)
+    return SglangEngine(client, limits_of(model), timeouts=timeouts)
 
 
 async def wake_by_handles(engine: SglangEngine, confirm: Confirm) -> None:

@@ -21,7 +21,7 @@ from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers
-from bapo_megatron.rollout.engines.pool_state import load_seconds
+from bapo_megatron.rollout.engines.pool_state import EngineTimeouts, load_seconds
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sent_weights import MakeDigester, UnknownDigests
 from bapo_megatron.rollout.engines.sglang.authorization import (
@@ -30,7 +30,7 @@ from bapo_megatron.rollout.engines.sglang.authorization import (
     known_key,
     servers_key_file,
 )
-from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
+from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.engines.sglang.requirements import nccl_settings, placement_problem
 from bapo_megatron.rollout.engines.sglang.server_process import (
@@ -134,7 +134,7 @@ class SglangBackend(EngineBackend):
         sglang, limits = config.rollout.sglang, limits_of(config.model.hf_path)
         sessions = HttpSessions()
         opened.push_async_callback(sessions.close)
-        deadlines = Deadlines(60 * sglang.request_minutes, update_s=60 * sglang.update_minutes)
+        timeouts = EngineTimeouts(request_s=60 * sglang.request_minutes, update_s=60 * sglang.update_minutes)
 
         def server_at(url: str) -> SglangServer:
             look = partial(known_key, sglang, config.directory)
@@ -142,7 +142,7 @@ class SglangBackend(EngineBackend):
             return SglangServer(url, sessions, Authorization(url, look, sglang.require_api_key, is_own))
 
         return [
-            SglangEngine(server_at(url), limits, sglang.on_update, deadlines, sglang.tensor, sglang.sync)
+            SglangEngine(server_at(url), limits, sglang.on_update, timeouts, sglang.tensor, sglang.sync)
             for url in urls
         ]
 

@@ -11,13 +11,12 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.backend import EngineError
-from bapo_megatron.rollout.engines.pool_state import load_seconds
+from bapo_megatron.rollout.engines.pool_state import EngineTimeouts, load_seconds
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, empty_generation
 from bapo_megatron.rollout.engines.sglang.http_client import (
     ConnectionClosed,
@@ -41,18 +40,6 @@ _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
 """Seconds between repeated aborts of one request or of all: a request may miss one in a state change."""
 
 
-@dataclass(frozen=True)
-class Deadlines:
-    """Deadlines of calls to a server, in seconds; a recipe sets those of requests and weight loads."""
-
-    request_s: float = 3600.0
-    """Deadline of a request, which is then aborted and returns its tokens so far."""
-    abort_s: float = 60.0
-    """Deadline of a request's abort."""
-    update_s: float = 600.0
-    """Deadline of a weight load, excluding the time to read the bytes (``pool_state.load_seconds``)."""
-
-
 class SglangEngine:
     """``Engine`` of one SGLang server, with all engine protocols of ``interfaces.py``. Failed calls raise
     EngineError, a malformed request ValueError. Aborts, loads and wakes run one at a time beside requests."""
@@ -65,7 +52,7 @@ class SglangEngine:
         server: SglangServer,
         limits: ModelLimits,
         on_update: PauseMode = "retract",
-        deadlines: Deadlines | None = None,
+        timeouts: EngineTimeouts | None = None,
         tensor: int = 1,
         sync: str = "disk",
     ) -> None:
@@ -76,7 +63,7 @@ class SglangEngine:
         self._limits = limits
         self._on_update = on_update
         self._sync = sync
-        self._deadlines = deadlines or Deadlines()
+        self._timeouts = timeouts or EngineTimeouts()
         self._inflight = InflightRequests()
         self._one_control = asyncio.Lock()
         self._group_name = ""
@@ -149,7 +136,7 @@ class SglangEngine:
             # Abort, then pause: an assertion kills a server that releases memory while it has a batch.
             await self._abort()
             await self.server.pause("retract")
-            await self.server.release_memory(self._deadlines.update_s)
+            await self.server.release_memory(self._timeouts.update_s)
 
     async def wake(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
         timeout = await self._load_seconds(weights)
@@ -170,11 +157,11 @@ class SglangEngine:
             await self._resume()
 
     async def leave_group(self, name: str) -> None:
-        await self.server.leave_weight_group(name, self._deadlines.update_s)
+        await self.server.leave_weight_group(name, self._timeouts.update_s)
 
     async def join_group(self, group: BroadcastGroup, first_rank: int) -> None:
         self._group_name = group.name
-        await self.server.join_weight_group(group, first_rank, self._deadlines.update_s)
+        await self.server.join_weight_group(group, first_rank, self._timeouts.update_s)
 
     async def close(self) -> None:
         """Do nothing: the server keeps running."""
@@ -198,7 +185,7 @@ class SglangEngine:
         await self.server.end_update()
 
     async def _load_part(self, part: WeightPart) -> None:
-        timeout = self._deadlines.update_s
+        timeout = self._timeouts.update_s
         if isinstance(part, BucketSpec):
             await self.server.receive(part, self._group_name, timeout)
         elif isinstance(part, Sequence):
@@ -207,7 +194,7 @@ class SglangEngine:
             await part.send(self.server, timeout)
 
     async def _load_seconds(self, weights: Path | WeightParts) -> float:
-        limit_s = self._deadlines.update_s
+        limit_s = self._timeouts.update_s
         if isinstance(weights, Path):
             return await asyncio.to_thread(load_seconds, weights, limit_s)
         return limit_s
@@ -232,7 +219,7 @@ class SglangEngine:
         request gets tokens (``_note_without_tokens``)."""
         if not await self._inflight.may_send(pending):
             return None
-        limits = self._deadlines
+        limits = self._timeouts
         try:
             async with asyncio.timeout(None) as timeouts:
                 overdue = asyncio.create_task(self._abort_overdue(pending, timeouts))
@@ -256,16 +243,16 @@ class SglangEngine:
         ago, and no request got tokens since: a single one may have waited in the server's queue."""
         if self._no_tokens_since is None:
             self._no_tokens_since = now
-        elif now - self._no_tokens_since > self._deadlines.abort_s:
-            raise ServerError(f"{self.name}: no token for any request within {self._deadlines.request_s:g} s")
+        elif now - self._no_tokens_since > self._timeouts.abort_s:
+            raise ServerError(f"{self.name}: no token for any request within {self._timeouts.request_s:g} s")
 
     async def _abort_overdue(self, pending: InflightRequest, timeouts: asyncio.Timeout) -> None:
         """At the request's deadline abort it, repeatedly until cancelled. Waits for a load in progress, as a
         paused server answers no abort."""
-        await asyncio.sleep(self._deadlines.request_s)
+        await asyncio.sleep(self._timeouts.request_s)
         async with self._one_control:
             pending.aborted = True
-            timeouts.reschedule(asyncio.get_running_loop().time() + self._deadlines.abort_s)
+            timeouts.reschedule(asyncio.get_running_loop().time() + self._timeouts.abort_s)
             with suppress(EngineError):  # the deadline still applies
                 while True:
                     await self.server.abort(pending.rid)

@@ -93,10 +93,11 @@ class FusionSandbox(Sandbox):
         run = answer.get("run_result") if is_run else None
         if not isinstance(run, dict) or run.get("status") not in ("Finished", "TimeLimitExceeded"):
             raise SandboxError(f"{client.address}: it could not run the program: {str(answer)[:300]}")
-        is_late = run["status"] == "TimeLimitExceeded"
-        took_s = limit_s if is_late else float(run.get("execution_time") or 0.0)
+        if run["status"] == "TimeLimitExceeded":
+            return None
+        took_s = float(run.get("execution_time") or 0.0)
         self.used_s += took_s
-        return None if is_late else Ended(run.get("return_code", 1), run.get("stdout") or "", None, took_s)
+        return Ended(run.get("return_code", 1), run.get("stdout") or "", None, took_s)
 
 
 async def _asked(client: JsonClient, body: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -134,6 +135,23 @@ def test_the_base_address_will_do() -> None:
         assert client.with_path(url, "/chat/completions") == "http://h/v1/chat/completions"
     asked = client.with_path("http://h/o/x?api-version=1", "/chat/completions")
     assert asked == "http://h/o/x/chat/completions?api-version=1"
+
+
+async def test_a_server_that_starts_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[object] = []
+
+    async def open_connection(*place: object) -> tuple[None, Mock]:
+        places.append(place)
+        if len(places) < 3:
+            raise ConnectionRefusedError
+        return None, Mock()
+
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)
+    await client.JsonClient("https://127.0.0.1/v1", 60, 100).connect()
+    assert places == 3 * [("127.0.0.1", 443)]
+    places.clear()
+    with pytest.raises(client.EndpointError, match="https://127.0.0.1/v1: ConnectionRefusedError"):
+        await client.JsonClient("https://127.0.0.1/v1", 60, 0.001).connect()
 
 
 def test_retries_end_within_their_limit_in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,9 @@
 
 ``score(extra_info, response)`` returns a number in [0, 1]. Call it in the main thread of a reward worker: a
 signal limits CPU time. Nine verifiers call ``eval``, or sympy's ``parse_expr``, on the answer, and five on a
-text of the problem. Such a text must first parse as a list of values, or as arithmetic with a small result;
-otherwise the answer scores 0 (``is_harmless``), or the row is invalid (``unsafe_entry``). Also checked are
-answers to verifiers that take unlimited time or memory for a large number, or accept ``nan``.
+text of the problem. Such a text must first be a literal, or consist of numbers, operators and known
+functions; otherwise the answer scores 0 (``is_harmless``), or the row is invalid (``unsafe_entry``). Also
+checked are answers to verifiers that take unlimited time or memory for a large number, or accept ``nan``.
 
 The library's import takes seconds and loads all tasks (``tasks``, ConfigError if it is not installed). One
 task, zebra_puzzles, needs pycosat, and thus a C compiler, to generate problems.
@@ -16,11 +16,12 @@ import ast
 import difflib
 import importlib.util
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -95,21 +96,22 @@ MAX_CHARACTERS = 20_000
 
 MAX_EVALUATED_CHARACTERS = 2_000
 
-_MAX_DEPTH = 60
-_MAX_DIGITS = 18
-_MAX_DEGREE = 200
-"""Maximum ``_degree``, which limits results to some thousand digits."""
+_MAX_POWER = 200
+"""Maximum product of the exponents of brackets, which limits results to 720,000 digits."""
 
-_FUNCTIONS = frozenset(
-    (
-        *("Abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc", "exp", "ln"),
-        *("log", "sec", "sin", "sinh", "sqrt", "tan", "tanh"),
-    )
+_ARITHMETIC = re.compile(r"(?:[\d\s.+/()-]|\*(?!\*))++")
+"""Numbers, ``+ - * /`` and brackets."""
+_FUNCTIONS = r"(?:Abs|acosh?|asinh?|atanh?|cosh?|cot|csc|exp|ln|log|sec|sinh?|sqrt|tanh?)\("
+_SIZE = r"(?:1?\d?\d|200)"
+_POWER = rf"\*\*\s*+(?:-?{_SIZE}|\(-?{_SIZE}(?:/\d{{1,3}})?\)|[A-Za-z])(?!\s*+\*\*|\s*+\(|[\w.])"
+"""A power with a plain number, fraction or letter as the exponent: ``9**9**9`` is none."""
+_ALGEBRA = re.compile(
+    rf"(?:{_FUNCTIONS}|(?:pi|[A-Za-z])(?!\w|\s*+\()|\d{{1,18}}+(?:\.\d{{0,18}}+)?(?![\w.])"
+    rf"|{_POWER}|\*(?!\*)|[\s+/()-])++"
 )
-"""Functions that an expression may call. Not ``Integral``: the derivative of ``Integral(f, x)`` is ``f``."""
-
-_CONSTANTS = frozenset(("pi",))
-_VALUES = (ast.List, ast.Tuple, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.USub, ast.UAdd)
+"""Also powers, letters and functions, but no attribute and no call of anything else. Not ``Integral``: the
+derivative of ``Integral(f, x)`` is ``f``."""
+_POWER_OF_BRACKETS = re.compile(r"\)\s*+\*\*[\s(-]*+(\d++)")
 _HEX_ARITHMETIC = re.compile(r"(?:0x[0-9a-f]{1,4}|(?:<<|>>) 0x[0-3](?![0-9a-f])|\*(?!\*)|[-+() ])*")
 """The generated form: no power, no shift by more than three bits."""
 _LARGE_NUMBER = re.compile(r"\d{3}")
@@ -136,77 +138,27 @@ def unsafe_entry(task: str, entry: Mapping[str, Any]) -> str | None:
     return f"extra_info.entry has the {name} {text!r:.80}, which {task}'s verifier would evaluate"
 
 
-def _is_value(answer: str) -> bool:
-    tree = _parsed(answer)
-    if tree is None:
+def _is_value(text: str) -> bool:
+    """Whether evaluating the text gives a literal or the value of a name, or is an error of syntax."""
+    if text.isidentifier():
         return True
-    return _depth(tree) <= _MAX_DEPTH and all(isinstance(node, _VALUES) for node in ast.walk(tree))
-
-
-def _is_arithmetic(answer: str, letters: bool = False) -> bool:
-    """Whether it has only numbers, ``+ - * /`` and brackets; with ``letters`` also powers and functions."""
-    tree = _parsed(answer)
-    return tree is not None and _depth(tree) <= _MAX_DEPTH and 0 < _degree(tree, letters) <= _MAX_DEGREE
-
-
-def _parsed(text: str) -> ast.expr | None:
     try:
-        return ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return None
+        ast.literal_eval(text)
+    except SyntaxError:
+        return True
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        return False
+    return True
 
 
-def _depth(tree: ast.AST) -> int:
-    level, depth = [tree], 0
-    while level:
-        depth += 1
-        level = [child for node in level for child in ast.iter_child_nodes(node)]
-    return depth
+def _is_arithmetic(text: str) -> bool:
+    return _ARITHMETIC.fullmatch(text) is not None
 
 
-def _degree(node: ast.expr, letters: bool) -> float:
-    """Return the degree of an expression in its numbers and letters; infinite if it is not allowed."""
-    match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            return (
-                1.0
-                if len(f"{value!r}".strip("-")) <= _MAX_DIGITS and abs(value) < 10**_MAX_DIGITS
-                else _NEVER
-            )
-        case ast.Name(id=name) if letters and (len(name) == 1 or name in _CONSTANTS):
-            return 1.0
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
-            return _degree(operand, letters)
-        case ast.BinOp(left=left, op=ast.Pow(), right=right) if letters:
-            return _degree(left, letters) * max(1.0, _exponent(right))
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
-            return max(_degree(left, letters), _degree(right, letters))
-        case ast.BinOp(left=left, op=ast.Mult() | ast.Div(), right=right):
-            return _degree(left, letters) + _degree(right, letters)
-        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if letters and name in _FUNCTIONS:
-            return _degree(argument, letters)
-    return _NEVER
+def _is_algebra(text: str) -> bool:
+    powers = map(int, _POWER_OF_BRACKETS.findall(text))
+    return _ALGEBRA.fullmatch(text) is not None and math.prod(powers) <= _MAX_POWER
 
-
-def _exponent(node: ast.expr) -> float:
-    """Return the size of an exponent (number, product, quotient or letter); infinite for others."""
-    match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            return abs(float(value)) if abs(value) <= _MAX_DEGREE else _NEVER
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
-            return _exponent(operand)
-        case ast.BinOp(left=left, op=ast.Div(), right=ast.Constant(value=int())):
-            return _exponent(left)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _exponent(left) * _exponent(right)
-        case ast.Name(id=name) if len(name) == 1:
-            return 1.0
-    return _NEVER
-
-
-_NEVER = float("inf")
-
-_is_algebra = partial(_is_arithmetic, letters=True)
 
 _ANSWERS: dict[str, Callable[[str], bool]] = {
     **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), _is_value),

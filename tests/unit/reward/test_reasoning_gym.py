@@ -67,9 +67,19 @@ def test_the_answer_in_a_response(response: str, expected: str | None, answer: s
 HOSTILE = [
     *("__import__('os').system('true')", "().__class__.__base__.__subclasses__()", "(lambda: 1)()", "f'{1}'"),
     *("[x for x in (1, 2)]", "'a' * 10**9", "9**9**9**9", "(((9**9)**9)**9)**9", "x.real", "(x := 1)"),
-    *("1 if x else 2", "open('/etc/passwd').read()", "exit()", "{1: 2}", "*x", "S('x')", "N(x, 1000000000)"),
-    *("Integral(x, x)", "99999999!", "sympify('1')", "exp(*x)", "exp(x, evaluate=False)", "-" * 70 + "1"),
-    *("x[0]", "+".join("1" * 1001)),
+    *("1 if x else 2", "open('/etc/passwd').read()", "exit()", "S('x')", "N(x, 1000000000)", "(x).n(9)"),
+    *("Integral(x, x)", "99999999!", "sympify('1')", "exp(x, evaluate=False)", "exit ()", "N (x)", "x.n"),
+    *(
+        "x[0]",
+        "+".join("1" * 1001),
+        "x**9 ** 9",
+        "9**(9)**9",
+        "9**9**x**9",
+        "x**(9)(9)",
+        "9 .real",
+        "9**1000",
+    ),
+    *("9**(9*9*9)", "9**(9**9)", "exp(9).n(9)", "(9**20)** (20)+(9**20)**20", "(exp)(x, 9)", "x._y", "pi()"),
 ]
 
 
@@ -77,7 +87,7 @@ HOSTILE = [
 def test_what_is_not_evaluated(answer: str) -> None:
     for task in (*ARITHMETIC, *ALGEBRA):
         assert not is_harmless(task, answer), task
-    if answer not in ("99999999!", "*x"):  # no Python: eval cannot read them either
+    if answer != "99999999!":  # no Python: eval cannot read it either
         for task in VALUES:
             assert not is_harmless(task, answer), task
 
@@ -85,7 +95,10 @@ def test_what_is_not_evaluated(answer: str) -> None:
 @pytest.mark.parametrize(
     ("tasks", "answers"),
     [
-        (VALUES, ["0 1\n1 0", "[[0, 1], [1, 0]]", "['_', 'Q']", "ABCDE", "[" * 300, "-1", "a b c", ""]),
+        (
+            VALUES,
+            ["0 1\n1 0", "[[0, 1], [1, 0]]", "['_', 'Q']", "ABCDE", "[" * 300, "-1", "a b c", "", "{1: 2}"],
+        ),
         (ARITHMETIC, ["(1 + 2) * 8", "6*4/1-0", "-3 + 27", "2.5 * 4"]),
         (ALGEBRA, ["-34*x**8/15 - 5*x/4 + C", "-4*(-2*x - 8)**(3/2)/3 + C", "exp(x)*sin(x)", "2*pi*sqrt(x)"]),
     ],
@@ -98,7 +111,7 @@ def test_what_is_evaluated(tasks: tuple[str, ...], answers: list[str]) -> None:
 @pytest.mark.parametrize(
     ("task", "harmless", "harmful"),
     [
-        ("simple_integration", ("(x + 1)**200", "9**99"), ("(x + 1)**201", "((9**10)**10)**10", "9" * 19)),
+        ("simple_integration", ("(x + 1)**200", "9**200"), ("(x + 1)**201", "((9**20)**20)**20", "9" * 19)),
         ("countdown", ("+".join("1" * 50),), ("2**3", "x + 1", " " * 2001 + "1")),
         ("caesar_cipher", ("__import__('os')",), ("x" * 20_001,)),  # its verifier compares texts
         ("coin_flip", ("0.5",), ("1e999999999",)),

@@ -143,7 +143,8 @@ def _passes(case: Case, tree: ast.Module, sandbox: Sandbox, limit_s: float) -> b
         ended = sandbox.run(case.stdin, limit_s)
         return ended is not None and ended.code == 0 and same_output(ended.output, case.expected)
     if isinstance(case, Asserted):
-        ended = sandbox.value(case.expression, limit_s, setup=case.setup, truth=not case.literal)
+        kind = {"objects": True} if case.literal else {"truth": True}
+        ended = sandbox.value(case.expression, limit_s, setup=case.setup, **kind)
         return bool(_value(ended) == case.expected)
     ended = sandbox.value(f"{_callee(tree, case)}(*ARGUMENTS)", limit_s, arguments=case.arguments)
     value, expected = _value(ended), case.expected

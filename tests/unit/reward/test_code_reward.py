@@ -113,6 +113,8 @@ FUNCTIONS = [
     (FUNCTIONAL, TURNED.replace("return before", "return None"), False),
     (WHOLE, "def double(n): return 2 * n", True),
     (WHOLE, "def double(n): return 2", False),
+    ("""["assert f() == [b'ab', 1 + 2j, {1}]"]""", "def f(): return [b'ab', 1 + 2j, {1}]", True),
+    ("""["assert f() == b'ab'"]""", "def f(): return [97, 98]", False),
     # A name of the prelude is no solution.
     ('{"inputs": [[5]], "outputs": [120], "fn_name": "factorial"}', "x = 1", False),
     ('["assert factorial(5) == 120"]', "fact = lambda n: 120", False),

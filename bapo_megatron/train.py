@@ -20,7 +20,7 @@ import numpy as np
 from bapo_megatron.algo.advantages import Rewards
 from bapo_megatron.algo.diagnostics import age_metrics
 from bapo_megatron.data.packing import pack_samples, updates_of_step
-from bapo_megatron.data.samples import TrainingBatch, TrainingSample, samples_of
+from bapo_megatron.data.samples import TrainingSample, samples_of
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checks import (
@@ -79,7 +79,7 @@ def next_batch(run: Run, step: int) -> StepColumns:
     return open_columns(run, step - 1, header)
 
 
-def train_on(run: Run, step: int, batch: TrainingBatch) -> list[Metrics]:
+def train_on(run: Run, step: int, batch: StepColumns) -> list[Metrics]:
     """Train ``step`` on its batch: reuse_epochs passes of updates_per_epoch updates; return the updates'
     metrics. Continues a partly trained step after its last finished update. Collective."""
     algorithm = run.config.algorithm
@@ -96,7 +96,7 @@ def train_on(run: Run, step: int, batch: TrainingBatch) -> list[Metrics]:
     return done
 
 
-def training_samples(run: Run, step: int, batch: TrainingBatch) -> Sequence[Sequence[TrainingSample]]:
+def training_samples(run: Run, step: int, batch: StepColumns) -> Sequence[Sequence[TrainingSample]]:
     """Return the samples of ``step``, by group, with every column that the loss needs. Collective. Raises
     ConfigError or RunStopped, on every rank, if stored rollouts lack one."""
     config, algorithm = run.config, run.config.algorithm
@@ -107,7 +107,7 @@ def training_samples(run: Run, step: int, batch: TrainingBatch) -> Sequence[Sequ
     # With a penalty in the reward, `with_reference` computes the advantages.
     advantage = _none_yet if algorithm.reference_kl.in_reward else run.advantage
     groups: Sequence[Sequence[TrainingSample]] = samples_of(
-        batch, advantage, sources, routes, algorithm.branch_reward
+        batch.header, batch.read, advantage, sources, routes, algorithm.branch_reward
     )
     if algorithm.old_log_probs == "trainer":
         cap, level = algorithm.importance_cap, algorithm.importance_level

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,18 +31,6 @@ RouteReplay = Literal["off", "measure", "replay"]
 
 RouteRow = tuple[int, int, np.dtype[Any]]
 """Layers and experts per token, and the dtype of its routes."""
-
-
-class TrainingBatch(Protocol):
-    """A step's batch on one rank: ``header`` has the numbers of all responses, ``read`` returns the prompt
-    and tokens of one response. Implemented by ``StepColumns``."""
-
-    @property
-    def header(self) -> StepHeader:
-        """Numbers of all responses, equal on every rank."""
-
-    def read(self, group: int, response: int) -> tuple[np.ndarray, ResponseTokens]:
-        """Return the token ids of a group's prompt, and the tokens of one of its responses, by number."""
 
 
 @dataclass(frozen=True)
@@ -231,35 +219,37 @@ only if it packs the sample."""
 
 
 def samples_of(
-    batch: TrainingBatch,
+    header: StepHeader,
+    read: Callable[[int, int], tuple[np.ndarray, ResponseTokens]],
     advantage: Advantage,
     sources: Sequence[str] = (),
     route_replay: RouteReplay = "off",
     branch_reward: BranchReward = "whole",
 ) -> list[list[StoredSample]]:
-    """Return a step's samples by group, with the values of ``advantage``. Reads no column.
+    """Return the samples of the step of ``header`` by group, with the values of ``advantage``.
 
-    ``advantage``: from ``build_advantage``; each branch of an episode is a sample, with a share of the
-    episode's advantage by ``branch_reward``. ``sources``: names of the run's sources, which samples index.
-    ``route_replay``: use of the rollouts' routes; `off` leaves them unread.
+    ``read``, called when a sample is loaded, returns the prompt's token ids and the tokens of a response,
+    given the numbers of its group and of the response. ``advantage``: from ``build_advantage``; each branch
+    of an episode is a sample, with a share of the episode's advantage by ``branch_reward``. ``sources``:
+    names of the run's sources, which samples index. ``route_replay``: use of the rollouts' routes; `off`
+    leaves them unread.
     """
     samples = []
-    groups = batch.header.groups
+    groups = header.groups
     values = iter(branch_advantages(groups, advantage(Rewards.of_step(groups)), branch_reward))
-    for number, group in enumerate(batch.header.groups):
+    for number, group in enumerate(groups):
         source = sources.index(group.source) if group.source in sources else -1
-        reads = (partial(batch.read, number, index) for index in range(len(group.responses)))
         samples.append(
             [
                 StoredSample(
                     response,
                     group.prompt_tokens if response.has_prompt else 0,
-                    read,
+                    partial(read, number, index),
                     next(values),
                     source,
                     route_replay,
                 )
-                for response, read in zip(group.responses, reads, strict=True)
+                for index, response in enumerate(group.responses)
             ]
         )
     return samples

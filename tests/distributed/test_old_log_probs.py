@@ -20,7 +20,6 @@ from bapo_megatron.config import (
     ParallelConfig,
     PartConfig,
 )
-from bapo_megatron.data.samples import samples_of
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.train import train_on
@@ -28,7 +27,7 @@ from bapo_megatron.trainer.build import agreed
 from bapo_megatron.trainer.corrections import measured_once, with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Group, Metrics, Prompt, Rollout
-from tests.support.batches import MemoryBatch, in_memory
+from tests.support.batches import MemoryBatch, in_memory, samples_of
 from tests.support.layouts import layout
 from tests.support.metrics import known
 from tests.support.models import random_samples

@@ -21,7 +21,7 @@ from bapo_megatron.config import (
     ReferenceKlConfig,
 )
 from bapo_megatron.data.packing import pack_samples
-from bapo_megatron.data.samples import Sample, samples_of
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.corrections import response_log_probs, with_old_log_probs
@@ -29,7 +29,7 @@ from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Metrics
 from tests.distributed.test_offload import Device, LateDevice, build, update
 from tests.distributed.test_old_log_probs import batch
-from tests.support.batches import MemoryBatch, in_memory
+from tests.support.batches import MemoryBatch, in_memory, samples_of
 from tests.support.layouts import layout
 from tests.support.metrics import known
 from tests.support.models import VOCAB, random_samples, save_tiny_model

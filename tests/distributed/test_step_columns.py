@@ -25,7 +25,6 @@ from bapo_megatron.config import (
     RolloutConfig,
 )
 from bapo_megatron.data.packing import pack_samples
-from bapo_megatron.data.samples import TrainingBatch, samples_of
 from bapo_megatron.errors import StorageFailed
 from bapo_megatron.rollout.sampler.step_batches import ReplaySampler, read_header, step_path, write_step
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
@@ -34,7 +33,7 @@ from bapo_megatron.train import next_batch, train_on
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Group, Metrics, PackLayout, Prompt, Rollout, StepBatch
 from tests.distributed.test_old_log_probs import batch
-from tests.support.batches import MemoryBatch
+from tests.support.batches import MemoryBatch, samples_of
 from tests.support.layouts import layout
 from tests.support.policies import stepping, weights_of
 from tests.support.runs import run_of
@@ -79,7 +78,7 @@ def trained(
     if algorithm.reference_kl.enabled:
         policy.load_reference(folder)
     run = run_of(config, policy, UpdateLoss(algorithm), SimpleNamespace(finalize=lambda wait: None))
-    found: TrainingBatch = MemoryBatch(step_batch())
+    found: Any = MemoryBatch(step_batch())
     if journal:
         run.sampler = ReplaySampler(journal) if is_main() else None
         found = next_batch(run, 1)

@@ -15,12 +15,12 @@ from bapo_megatron.algo.losses import LOSSES, build_loss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.packing import pack_samples
-from bapo_megatron.data.samples import Sample, samples_of
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.rollout.sampler.response import Answer, Response, continued, given
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.types import Group, PackLayout, Prompt, ResponseTokens, Rollout
 from tests.support import literal_bapo as literal
-from tests.support.batches import in_memory
+from tests.support.batches import in_memory, samples_of
 
 LAYOUTS = [
     PackLayout(),

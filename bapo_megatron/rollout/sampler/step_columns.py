@@ -117,7 +117,7 @@ def _tail(file: BinaryIO | FileIO, size: int) -> str:
 
 
 class StepColumns:
-    """Columns of a step's responses on a trainer rank (``TrainingBatch``): ``open``, ``read``, ``close``.
+    """Columns of a step's responses on a trainer rank: ``open``, ``read``, ``close``.
 
     Reads by offset, not through a memory map, because truncation or server loss of a mapped file kills the
     process with SIGBUS. ``read`` raises FailingDiskError, on this rank only, if it cannot.

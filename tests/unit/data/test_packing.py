@@ -17,11 +17,11 @@ from bapo_megatron.data import samples as samples_module
 from bapo_megatron.data.pack_plan import Documents, balance, plan_packs
 from bapo_megatron.data.packing import pack_samples, split_into_updates
 from bapo_megatron.data.routes import write_routes
-from bapo_megatron.data.samples import Sample, samples_of
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy.experts import pack_totals, unknown_T
 from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.types import Group, PackLayout, Prompt, Rollout, StoredRoutes
-from tests.support.batches import in_memory
+from tests.support.batches import in_memory, samples_of
 
 
 def sample(prompt: list[int], response: list[int], advantage: float = 1.0, version: int = 0) -> Sample:

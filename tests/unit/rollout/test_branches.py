@@ -11,7 +11,6 @@ import pytest
 
 from bapo_megatron.algo.advantages import dr_grpo
 from bapo_megatron.data.packing import pack_samples
-from bapo_megatron.data.samples import samples_of
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.sampler import turns
 from bapo_megatron.rollout.sampler.branches import NOTHING, PROMPT
@@ -28,6 +27,7 @@ from bapo_megatron.rollout.sampler.step_batches import read_example, read_header
 from bapo_megatron.rollout.sampler.step_columns import StepColumns, header_of
 from bapo_megatron.types import GIVEN, ColumnFile, Group, Prompt, StepBatch
 from tests.support import accounts
+from tests.support.batches import samples_of
 from tests.support.branching import BranchWorld
 from tests.support.episodes import check_cuts, run, step_of
 from tests.support.responses import answer, asked, rows_of, turn

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from bapo_megatron.algo.advantages import grpo
-from bapo_megatron.data.samples import Sample, samples_of
+from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import StorageFailed
 from bapo_megatron.rollout.sampler import step_columns
 from bapo_megatron.rollout.sampler.step_batches import read_header, step_path, write_step
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.runtime.storage import FailingDiskError
 from bapo_megatron.types import Group, Prompt, StepBatch
+from tests.support.batches import samples_of
 from tests.unit.rollout.test_step_batches import batch, rollout
 
 

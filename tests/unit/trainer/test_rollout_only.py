@@ -18,7 +18,6 @@ from bapo_megatron.algo.losses.clip import contribution_fn, search_groups
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import AlgorithmConfig, LoggingConfig, PartConfig, ReferenceKlConfig
 from bapo_megatron.data.packing import pack_samples, split_into_updates
-from bapo_megatron.data.samples import samples_of
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.tensor_types import TokenStats
@@ -34,7 +33,7 @@ from bapo_megatron.trainer.rollout_only import (
     shown,
 )
 from bapo_megatron.types import Group, Metrics, StepBatch
-from tests.support.batches import header_in_memory, in_memory
+from tests.support.batches import header_in_memory, in_memory, samples_of
 from tests.support.small_steps import group, rollout, run_config
 
 LossMean = Literal["token", "sequence"]

@@ -9,12 +9,11 @@ import pytest
 
 from bapo_megatron.algo.advantages import dr_grpo
 from bapo_megatron.config import AlgorithmConfig, PartConfig
-from bapo_megatron.data.samples import samples_of
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.corrections import corrected, with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Rollout, VersionSpan
-from tests.support.batches import in_memory
+from tests.support.batches import in_memory, samples_of
 from tests.support.runs import run_of
 from tests.support.small_steps import ShiftedPolicy, group, run_config
 

@@ -7,12 +7,10 @@ sources, if too many rows are invalid, or if none is left; fewer invalid rows ar
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from bapo_megatron.config.flags import parse_options
 from bapo_megatron.data.prepare.card import Card, Dropped, as_markdown, summary
@@ -39,6 +37,7 @@ from bapo_megatron.data.prepare.sources import Source, open_source
 from bapo_megatron.data.rows import RowError, media_problem
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.runtime.files import sha256_of
 from bapo_megatron.runtime.written_folders import (
     check_replaceable,
     content_besides,
@@ -58,11 +57,10 @@ def prepare(options: PrepareOptions) -> Card:
     sources = [open_source(text, options.split, options.revision, *generated) for text in options.sources]
     duplicates = Duplicates()
     card = Card(sources=[], options=options)
-    index = _contamination(options, card)
-    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer is not None else None
-    filters = _filters(options, duplicates, index, card, tokenizer)
+    filters = _filters(options, duplicates, card)
     with new_folder(options.output, _WRITER, _foreign) as folder:
-        card.sha256 = _write(folder / DATA_FILE, sources, filters, duplicates, card, tokenizer)
+        _write(folder / DATA_FILE, sources, filters, duplicates, card)
+        card.sha256 = sha256_of(folder / DATA_FILE)
         _check_result(card, options)
         (folder / CARD_FILE).write_text(json.dumps(card.as_json(), indent=2, ensure_ascii=False) + "\n")
         (folder / CARD_TEXT).write_text(as_markdown(card))
@@ -83,41 +81,33 @@ def _foreign(folder: Path) -> str | None:
     return None if (folder / CARD_FILE).is_file() else "is not a prepared dataset"
 
 
-def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> Iterator[Problem | RowError]:
-    """Yield a source's rows as problems or errors. ``renamed``: apply options for columns and system
-    prompt."""
-    own, column = options.own_reward, options.source_column if renamed else None
-    names = {options.question_column: "problem", options.answer_column: "answer"} if renamed else {}
-    dropped = options.drop_columns if renamed else ()
+def _problems(source: Source, options: PrepareOptions) -> Iterator[Problem | RowError]:
+    """Yield a source's rows as problems or errors."""
+    names = {options.question_column: "problem", options.answer_column: "answer"}
     for number, fields in enumerate(source.rows()):
         try:
-            row = with_columns(without_columns(with_source(fields, column), dropped), names)
-            problem = problem_of(row, source.name, number, options.instruct, own)
+            row = without_columns(with_source(fields, options.source_column), options.drop_columns)
+            row = with_columns(row, names)
+            problem = problem_of(row, source.name, number, options.instruct, options.own_reward)
             if why := media_problem({name.lower(): fields[name] for name in fields}, problem.messages):
                 raise RowError(why)
-            yield problem.with_system(options.system_prompt if renamed else None)
+            yield problem.with_system(options.system_prompt)
         except RowError as error:
             yield error
 
 
-def _contamination(options: PrepareOptions, card: Card) -> Contamination | None:
-    if not options.against:
-        return None
-    problems = [problem for text in options.against for problem in _evaluation_set(text, options, card)]
-    return Contamination(problems, options.ngram_words, options.ngram_share)
-
-
-def _filters(
-    options: PrepareOptions, duplicates: Duplicates, index: Contamination | None, card: Card, tokenizer: Any
-) -> list[tuple[str, Filter]]:
+def _filters(options: PrepareOptions, duplicates: Duplicates, card: Card) -> list[tuple[str, Filter]]:
     filters: list[tuple[str, Filter]] = [("duplicate", duplicates.repeated)]
     if options.difficulty is not None:
         bounds = options.min_difficulty, options.max_difficulty
         filters.append(("difficulty", difficulty_filter(options.difficulty, *bounds)))
-    if index is not None:
+    if options.against:
+        problems = [problem for text in options.against for problem in _evaluation_set(text, options, card)]
+        index = Contamination(problems, options.ngram_words, options.ngram_share)
         filters.append(("contaminated", index.overlap))
     filters.append((INVALID, scorable(options.reward_function)))
-    if tokenizer is not None:
+    if options.tokenizer is not None:
+        tokenizer = load_tokenizer(options.tokenizer)
         filters.append(("too long", length_filter(tokenizer, options.max_prompt_tokens, card.lengths)))
     return filters
 
@@ -131,7 +121,9 @@ def _evaluation_set(text: str, options: PrepareOptions, card: Card) -> Iterator[
             f"give the path of its file"
         )
     source, rows = open_source(str(path), options.split, None), 0
-    for problem in _problems(source, options, renamed=False):
+    # Columns of the sources may have other names.
+    plain = PrepareOptions(options.sources, options.output, instruct=options.instruct, reward=options.reward)
+    for problem in _problems(source, plain):
         if isinstance(problem, RowError):
             raise ConfigError(f"against: {path}, row {rows} (the first is 0): {problem}")
         yield EvaluationProblem(text, rows, problem.dialogue)
@@ -140,16 +132,10 @@ def _evaluation_set(text: str, options: PrepareOptions, card: Card) -> Iterator[
 
 
 def _write(
-    path: Path,
-    sources: list[Source],
-    filters: list[tuple[str, Filter]],
-    duplicates: Duplicates,
-    card: Card,
-    tokenizer: Any,
-) -> str:
-    """Write the kept rows, count the others and the sources in ``card``; return the file's SHA-256."""
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
+    path: Path, sources: list[Source], filters: list[tuple[str, Filter]], duplicates: Duplicates, card: Card
+) -> None:
+    """Write the kept rows; count the others, and the sources, in ``card``."""
+    with path.open("w", encoding="utf-8") as file:
         for source in sources:
             number = -1
             for number, problem in enumerate(_problems(source, card.options)):
@@ -158,13 +144,10 @@ def _write(
                 elif reason := first_reason(problem, filters):
                     card.drop(Dropped(reason[0], source.name, number, reason[1], problem.question))
                 else:
-                    line = json.dumps(problem.row(), ensure_ascii=False).encode() + b"\n"
-                    file.write(line)
-                    digest.update(line)
+                    file.write(json.dumps(problem.row(), ensure_ascii=False) + "\n")
                     duplicates.keep(problem)
                     card.keep(problem)
             card.sources.append({"name": source.name, "sha256": source.digest(), "rows": number + 1})
-    return digest.hexdigest()
 
 
 def _check_result(card: Card, options: PrepareOptions) -> None:

@@ -109,9 +109,10 @@ class Passes:
         if isinstance(loss, SearchedLoss):
             if loss.over == "update":
                 return self._searched_update(batches, loss, counters)
-            outputs = self._schedule(batches, self._searched(loss), False, counters)
-            return self._sum_over_ranks(outputs, self._searched_width(outputs, batches, loss), counters)
-        outputs = self._schedule(batches, self._differentiated(loss), False, counters)
+            evaluate = self._searched(loss)
+        else:
+            evaluate = self._differentiated(loss)
+        outputs = self._schedule(batches, evaluate, False, counters)
         return self._sum_over_ranks(outputs, self._width(outputs, batches, loss), counters)
 
     def _measured(self, fn: TokenFn) -> Evaluate:
@@ -221,23 +222,17 @@ class Passes:
         rows_N = rows_N.to(self._device, non_blocking=True)
         return _Part(tokens.to(self._device), trained, rows_N, real_T)
 
-    def _width(self, outputs: list[Tensor], batches: Sequence[MicroBatch], fn: TokenFn) -> int:
-        """Length of ``fn``'s vectors. Earlier stages have none and evaluate ``fn`` on a dummy token."""
+    def _width(self, outputs: list[Tensor], batches: Sequence[MicroBatch], fn: TokenFn | SearchedLoss) -> int:
+        """Length of ``fn``'s vectors. Earlier stages have none: they evaluate ``fn`` on a dummy token, a
+        searched loss on zero sums."""
         if outputs:
             return outputs[0].numel()
+        if isinstance(fn, SearchedLoss):
+            fn = fn.loss_of(torch.zeros(self._width(outputs, batches, fn.measure), dtype=torch.float64))
         token = batches[0].take(slice(0, 1)).to(self._device)
         token = replace(token, mask_T=torch.zeros_like(token.mask_T))
         with torch.no_grad():
             return fn(TokenStats(token.old_log_prob_T, torch.zeros_like(token.mask_T)), token).numel()
-
-    def _searched_width(
-        self, outputs: list[Tensor], batches: Sequence[MicroBatch], loss: SearchedLoss
-    ) -> int:
-        """Length of a searched loss's vectors; earlier stages search on zero sums."""
-        if outputs:
-            return outputs[0].numel()
-        sums = torch.zeros(self._width(outputs, batches, loss.measure), dtype=torch.float64)
-        return self._width(outputs, batches, loss.loss_of(sums))
 
     @property
     def _counts_tokens(self) -> bool:

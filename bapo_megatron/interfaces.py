@@ -50,11 +50,10 @@ class Policy(Protocol):
     checkpoints.
 
     A pack is a micro-batch of concatenated sequences (``MicroBatch``). Properties are local. Methods are
-    collective except ``load_reference``, ``offload`` and ``reload``; ``hf_weights``, ``log_probs`` and
-    ``reference_log_probs`` are collective only within a replica (the ranks that hold one copy of the model).
-    With experts split over replicas (EP, ETP), ``log_probs`` and ``reference_log_probs`` are collective over
-    all ranks and need the same number of packs on each, and ``hf_weights`` needs ``give_experts`` on the
-    other replicas. Implemented by ``MegatronPolicy``.
+    collective except ``load_reference``, ``offload`` and ``reload``; ``log_probs`` and
+    ``reference_log_probs`` are collective only within a replica (the ranks that hold one copy of the model),
+    but with experts split over replicas (EP, ETP) over all ranks, with the same number of packs on each.
+    Implemented by ``MegatronPolicy``.
     """
 
     version: int
@@ -106,12 +105,8 @@ class Policy(Protocol):
         name has one digest if all copies agree, otherwise one per distinct copy."""
 
     def hf_weights(self) -> NamedTensors:
-        """Return an iterator that all-gathers the weights, one full tensor at a time. Collective within a
-        replica: each of its ranks must exhaust it, even after an error."""
-
-    def give_experts(self) -> None:
-        """Send this replica's experts to another replica that runs ``hf_weights`` (EP, ETP). While one
-        replica runs ``hf_weights``, the ranks of all others call this. Does nothing without experts."""
+        """Return an iterator that all-gathers the weights, one full tensor at a time. Collective: every rank
+        must exhaust it, even after an error."""
 
     def offload(self, keep_weights: bool = False) -> int:
         """Offload weights and optimizer to the host and free the gradients; return the freed device bytes.

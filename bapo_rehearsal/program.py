@@ -72,12 +72,7 @@ class RankProgram:
         gc.collect()
 
     def weight_sync(self) -> None:
-        """Gather weights in the first replica (others give experts); rank 0 also fills broadcast buckets."""
-        if self.policy.data_rank != 0:
-            if self._config.parallel.expert * self._config.parallel.expert_tensor > 1:
-                with self._phase("weight sync"):
-                    self.policy.give_experts()
-            return
+        """Gather weights; rank 0 also fills broadcast buckets."""
         engine = self._config.rollout.engine_config
         sends = dist.get_rank() == 0 and engine.sync == "broadcast"
         with self._phase("weight sync"):

@@ -173,10 +173,6 @@ class MegatronPolicy:
         self._offload.check_loaded("hf_weights", weights_alone=True)
         return self._weights.gather()
 
-    def give_experts(self) -> None:
-        self._offload.check_loaded("give_experts", weights_alone=True)
-        self._weights.give_experts()
-
     def offload(self, keep_weights: bool = False) -> int:
         return self._offload.offload(keep_weights)
 

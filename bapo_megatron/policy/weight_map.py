@@ -41,9 +41,8 @@ def stage_of(key: Key, chunk_layers: Sequence[int], stages: int) -> int:
 
 class WeightMap:
     """Map between the Hugging Face tensors of a model and this rank's megatron parameters. ``load`` fills the
-    parameters from a folder and is local. ``gather`` yields unsharded tensors and is collective within a
-    replica; with EP or ETP, ranks of other replicas join with ``give_experts``. The constructor raises
-    KeyError for a parameter without a Hugging Face counterpart."""
+    parameters from a folder and is local. ``gather`` yields unsharded tensors and is collective. The
+    constructor raises KeyError for a parameter without a Hugging Face counterpart."""
 
     def __init__(self, shape: ModelShape, chunks: Sequence[Any], chunk_layers: Sequence[int]) -> None:
         """``chunks``: this rank's; ``chunk_layers``: layers of all chunks of the model."""
@@ -79,36 +78,15 @@ class WeightMap:
                 _fill(chunk.output_layer.weight, reader, self.table["embedding.word_embeddings.weight"], None)
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model as HF tensors, one parameter at a time, on every rank. Collective.
-
-        With EP or ETP a replica may lack experts or parts of them; other replicas provide them by calling
-        ``gather`` or ``give_experts``. A tensor is valid until the iterator moves on; clone it to keep it.
-        """
+        """Yield the model as HF tensors, one parameter at a time, on every rank. Collective: with EP or ETP a
+        replica may lack experts or parts of them, which come from others. A tensor is valid until the
+        iterator moves on; clone it to keep it."""
         for key, owner in self._owners():
             name, layer = key
             mapping = self.table[name]
             value = self._whole(key, mapping, owner)
             for hf_name, tensor in zip(mapping.hf_names, split(mapping, value), strict=True):
                 yield hf_name.format(layer=layer), tensor.contiguous()
-
-    def give_experts(self) -> None:
-        """Contribute this rank's expert shards to the ``gather`` of the first replica.
-
-        Does nothing if this rank's EP x ETP group has no rank of that replica, for example at EP = ETP = 1.
-        In an EP group without such a rank, joins only the ETP gather.
-        """
-        if not _of_first_replica(parallel_state.get_expert_tensor_and_model_parallel_group()):
-            return
-        asked = _of_first_replica(parallel_state.get_expert_model_parallel_group())
-        stage = parallel_state.get_pipeline_model_parallel_group().rank()
-        for key, owner in self._owners():
-            mapping = self.table[key[0]]
-            if mapping.expert is None or owner != stage:
-                continue
-            if asked:
-                self._on_stage(key, mapping)
-            elif key in self.local:
-                self._all_pieces(self.local[key].detach(), mapping)
 
     def _owners(self) -> Iterator[tuple[Key, int]]:
         stages = parallel_state.get_pipeline_model_parallel_group().size()
@@ -154,14 +132,6 @@ def cut_group(mapping: Mapping) -> Any:
     if mapping.expert is None:
         return parallel_state.get_tensor_model_parallel_group()
     return parallel_state.get_expert_tensor_parallel_group()  # can span replicas
-
-
-def _of_first_replica(group: Any) -> bool:
-    """Whether ``group`` has a rank of the first replica, in megatron's rank order: TP, CP, DP, then PP."""
-    inner = parallel_state.get_tensor_model_parallel_world_size()
-    inner *= parallel_state.get_context_parallel_world_size()
-    replicas = parallel_state.get_data_parallel_world_size()
-    return any(rank // inner % replicas == 0 for rank in dist.get_process_group_ranks(group))
 
 
 def _fill(parameter: Tensor, reader: TensorReader, mapping: Mapping, layer: int | None) -> None:

@@ -34,27 +34,22 @@ def tensors() -> dict[str, Tensor]:
 
 
 class Gathered:
-    """A policy whose weights take a collective of the replica for each tensor, as gathering does."""
+    """A policy whose weights take a collective for each tensor, as gathering does."""
 
     version = 4
 
     def __init__(self) -> None:
-        self._group = dist.new_group(list(range(WRITERS)))
         self.data_rank = 0 if dist.get_rank() < WRITERS else 1
-        self.ran_to_its_end = self.data_rank != 0
+        self.ran_to_its_end = False
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         buffer = torch.empty(0)
         for name, tensor in tensors().items():
-            dist.all_reduce(torch.zeros(1), group=self._group)
+            dist.all_reduce(torch.zeros(1))
             buffer.fill_(0)  # a tensor is valid until the iterator moves on
             buffer = tensor
             yield name, tensor
         self.ran_to_its_end = True
-
-    def give_experts(self) -> None:
-        """Of the rank outside of the first replica: it has none to give."""
-        assert self.data_rank != 0
 
 
 class Taken:

@@ -281,16 +281,12 @@ class BroadcastSync:
 
     def push(self, policy: Policy, step: int) -> None:
         """Broadcast the weights to every engine that answers; if one fails, all load from disk."""
-        failed = None
-        if policy.data_rank == 0:
-            weights = policy.hf_weights()
-            if self._engines is not None:
-                failed = self._attempt(self._engines, weights, policy.version, step)
-            # Even after a failure, because the replica's other ranks wait in the same all-gathers.
-            for _ in weights:
-                pass
-        else:
-            policy.give_experts()
+        failed, weights = None, policy.hf_weights()
+        if self._engines is not None:
+            failed = self._attempt(self._engines, weights, policy.version, step)
+        # Even after a failure, because the other ranks wait in the same all-gathers.
+        for _ in weights:
+            pass
         # The disk sync is collective, but only rank 0 knows whether the broadcast failed.
         if broadcast_from_main(failed):
             self._disk.push(policy, step)

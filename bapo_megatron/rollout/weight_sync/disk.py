@@ -121,12 +121,11 @@ class DiskSync:
         sent: list[SentDigests | None] = [None]
 
         def write_share() -> dict[str, WrittenShard]:
-            if policy.data_rank != 0:
-                policy.give_experts()
-                return {}
             weights = policy.hf_weights()
-            watched = DigestingIterator(weights, self._make_digester if is_main() else None)
             try:
+                if policy.data_rank != 0:
+                    return {}
+                watched = DigestingIterator(weights, self._make_digester if is_main() else None)
                 writer = self._writers.index(dist.get_rank())
                 written = staging.write_share(watched, version, writer, len(self._writers))
                 sent[0] = watched.sent()

@@ -9,9 +9,9 @@ for a wrong number of sums, FloatingPointError for non-finite ones (a broken pol
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 Measure = Literal["surrogate", "gradient"]
 Share = Literal["absolute", "signed", "ratio"]
@@ -25,13 +25,6 @@ PAPER_TOKENS = 16384
 
 MOST_CANDIDATES = 10_000
 """Largest number of steps in a range: a mistyped step would create millions of sums."""
-
-
-class FloatArray(Protocol):
-    """Protocol of a 1-D float tensor or array (its ``tolist``), so that ``search_bounds`` needs no torch."""
-
-    def tolist(self) -> list[float]:
-        """The elements as Python floats."""
 
 
 @dataclass(frozen=True)
@@ -208,12 +201,12 @@ def positive_share(positive: float, negative: float, kind: Share) -> float:
     return positive / denominator
 
 
-def search_bounds(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> Bounds:
+def search_bounds(sums: Any, config: BoundsConfig) -> Bounds:
     """Search the bounds (Algorithm 1, lines 9 to 17): the first pair with ``rho >= target``.
 
     Args:
         sums: [H + L], ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]``: the sum over
-            positive tokens and the magnitude over negative ones at every candidate; a sequence or 1-D tensor.
+            positive tokens and the magnitude over negative ones at every candidate; numbers or a 1-D tensor.
         config: candidates, target, share and order of the moves.
 
     Returns:
@@ -237,8 +230,8 @@ def search_bounds(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> B
     return bounds
 
 
-def _checked(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> tuple[list[float], list[float]]:
-    numbers: list[float] = list(sums) if isinstance(sums, Sequence) else sums.tolist()
+def _checked(sums: Any, config: BoundsConfig) -> tuple[list[float], list[float]]:
+    numbers: list[float] = sums.tolist() if hasattr(sums, "tolist") else list(sums)
     expected = sum_count(config)
     if len(numbers) != expected:
         raise ValueError(f"expected {expected} sums (every c_high, then every c_low), got {len(numbers)}")

@@ -50,14 +50,14 @@ def _train(arguments: Sequence[str]) -> int | None:
     from bapo_megatron.checkpoint.run_directory import check_writable
     from bapo_megatron.policy.layout import data_parallel_size
     from bapo_megatron.runtime.distributed import launched_world_size, run_processes
-    from bapo_megatron.trainer.preflight import check_rollout_only, check_run
+    from bapo_megatron.trainer.preflight import check_run
 
     process: Callable[..., None]
     launched = launched_world_size()
     first = launched is None or os.environ["RANK"] == "0"
     if samples_only:
         processes, process = 1, rollout_only_process
-        check_rollout_only(config, read_dataset=first)
+        check_run(config, read_dataset=first, samples_only=True)
     else:
         processes = data_parallel_size(config.parallel, launched) * config.parallel.model_size
         process = partial(train_process, fork=fork)

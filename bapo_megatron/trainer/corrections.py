@@ -46,7 +46,7 @@ from bapo_megatron.data.samples import Sample, TrainingSample
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.runtime.distributed import on_all_ranks
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
-from bapo_megatron.trainer.masks import Remaining, mask_names, masks_of, measure, shares
+from bapo_megatron.trainer.masks import Remaining, masks_of, measure, shares
 from bapo_megatron.types import Metrics
 
 METRICS = ("corrections/rejected_responses", "corrections/rejected_tokens", "corrections/weight")
@@ -70,12 +70,6 @@ def with_old_log_probs(
     return [[sample.changed(next(changes)) for sample in group] for group in groups]
 
 
-def correction_metrics(algorithm: AlgorithmConfig) -> tuple[str, ...]:
-    """Return the names of the metrics of ``corrected`` with these settings; empty without corrections."""
-    corrects = algorithm.corrections.rejects or algorithm.masks or algorithm.importance_cap is not None
-    return (*METRICS, *mask_names(algorithm)) if corrects else ()
-
-
 def corrected(
     policy: Policy,
     groups: Sequence[Sequence[TrainingSample]],
@@ -83,21 +77,21 @@ def corrected(
     pack_tokens: int,
     on_policy: bool,
 ) -> tuple[list[list[TrainingSample]], Metrics]:
-    """Apply masks and rejection: return the update's remaining samples, by group, and ``correction_metrics``.
+    """Apply masks and rejection: return the update's remaining samples, by group, and metrics.
 
     - ``corrections/rejected_responses``, ``.../rejected_tokens``: shares of the update's responses and
       trained tokens
     - ``corrections/weight``: mean importance weight of the remaining tokens; None without any
-    - ``masks/...``: the share of each mask (``masks.mask_names``)
+    - ``masks/...``: the share of each mask (``masks.shares``)
 
-    ``on_policy`` as in ``UpdateLoss.loss``. Collective. Raises FloatingPointError, on every rank, if
-    log-probs are not finite.
+    Without corrections there are no metrics. ``on_policy`` as in ``UpdateLoss.loss``. Collective. Raises
+    FloatingPointError, on every rank, if log-probs are not finite.
     """
-    if not correction_metrics(algorithm):
+    config, weighs = algorithm.corrections, algorithm.importance_cap is not None
+    if not (config.rejects or algorithm.masks or weighs):
         return [list(group) for group in groups], {}
-    config = algorithm.corrections
     before = [sample for group in groups for sample in group]
-    masks, weighs = masks_of(algorithm), algorithm.importance_cap is not None
+    masks = masks_of(algorithm)
     width = len(Remaining._fields) + 2 * len(masks)
     numbers = measured_once(policy, before, lambda sample: measure(sample, masks, weighs), width)
     results = [Remaining(*row[: len(Remaining._fields)]) for row in numbers]
@@ -107,10 +101,9 @@ def corrected(
         for now, was in zip(samples, before, strict=True)
     ]
     if config.off_policy_delta is not None:
-        known = on_policy and algorithm.known_ratio
+        known, delta = on_policy and algorithm.known_ratio, config.off_policy_delta
         measured = [sample for sample, keep in zip(samples, kept, strict=True) if keep]
         gaps = iter(_finite(_mean_gaps(policy, measured, pack_tokens, known)))
-        delta = config.off_policy_delta
         kept = [
             keep and not is_off_policy(sample.advantage, next(gaps), delta)
             for sample, keep in zip(samples, kept, strict=True)

@@ -17,6 +17,7 @@ import numpy as np
 
 from bapo_megatron.algo.corrections import is_outside
 from bapo_megatron.algo.masks import CheckedMask, Response, build_masks, taken_out
+from bapo_megatron.algo.measurements import share
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.samples import Sample, TrainingSample
 from bapo_megatron.types import Metrics, VersionSpan
@@ -31,12 +32,6 @@ def masks_of(algorithm: AlgorithmConfig) -> Masks:
     rule = partial(taken_out, "algorithm.corrections", lambda one: is_outside(one.log_ratio_N, config))
     limits: list[tuple[str, CheckedMask]] = [("", rule)] if config.compares_old else []
     return [*limits, *build_masks(algorithm)]
-
-
-def mask_names(algorithm: AlgorithmConfig) -> tuple[str, ...]:
-    """Return the names of the mask metrics: shares of responses and tokens that each mask removes."""
-    kinds = ("responses", "tokens")
-    return tuple(f"masks/{part.label}_{kind}" for part in algorithm.masks for kind in kinds)
 
 
 class Remaining(NamedTuple):
@@ -83,14 +78,12 @@ def measure(sample: TrainingSample, masks: Masks, weighs: bool) -> list[float]:
 
 
 def shares(algorithm: AlgorithmConfig, taken: Sequence[Sequence[float]], tokens: int) -> Metrics:
-    """Return the metrics ``mask_names`` from each mask's removals per sample, in an update of ``tokens``."""
-    names, count = mask_names(algorithm), len(taken)
-    sums = np.array(taken, np.float64).sum(0)[-len(names) :] if taken and names else np.zeros(len(names))
-    shares_of: Metrics = {}
-    for place, name in enumerate(names):
-        whole = tokens if name.endswith("_tokens") else count
-        shares_of[name] = float(sums[place]) / whole if whole else None
-    return shares_of
+    """Return ``masks/NAME_responses`` and ``masks/NAME_tokens``, the shares that ``algorithm.masks`` remove
+    in an update of ``tokens``, from each mask's removals per sample."""
+    names = [f"masks/{part.label}_{kind}" for part in algorithm.masks for kind in ("responses", "tokens")]
+    sums = np.array(taken, np.float64).sum(0)[-len(names) :] if taken else np.zeros(len(names))
+    wholes = (len(taken), tokens) * len(algorithm.masks)
+    return {name: share(float(part), whole) for name, part, whole in zip(names, sums, wholes, strict=False)}
 
 
 def _response(sample: TrainingSample, keep_N: np.ndarray, load: Callable[[], Sample]) -> Response:

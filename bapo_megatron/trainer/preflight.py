@@ -2,8 +2,8 @@
 
 ``check_run(config)`` returns None or raises ConfigError with the problem and the fix; nothing writes to the
 run directory. `bapo train` calls it before it starts ranks, or under a launcher on every rank (dataset checks
-on rank 0 only); `bapo doctor` calls the checks one by one (``run_checks``). ``check_rollout_only`` and
-``check_sft`` are the same for the other kinds of run.
+on rank 0 only); `bapo doctor` calls the checks one by one (``run_checks``). ``check_sft`` is the same for
+supervised fine-tuning.
 """
 
 from __future__ import annotations
@@ -57,15 +57,12 @@ from bapo_megatron.trainer.reference import FIELD as REFERENCE_FIELD
 from bapo_megatron.trainer.suites import load_suites
 
 
-def check_run(config: RunConfig, read_dataset: bool = True, fork: ForkSource | None = None) -> None:
-    """Preflight of a training run: raise ConfigError with the first problem (fields, model, fork, data)."""
-    for check in run_checks(config, read_dataset, fork):
-        check()
-
-
-def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
-    """Preflight of a ``--rollout-only`` run, which has no layout: raise ConfigError for the first problem."""
-    for check in run_checks(config, read_dataset, samples_only=True):
+def check_run(
+    config: RunConfig, read_dataset: bool = True, fork: ForkSource | None = None, samples_only: bool = False
+) -> None:
+    """Preflight of a run: raise ConfigError with the first problem (fields, model, fork, data).
+    ``samples_only``: of a ``--rollout-only`` run, which has no layout."""
+    for check in run_checks(config, read_dataset, fork, samples_only):
         check()
 
 
@@ -77,7 +74,7 @@ def run_checks(
     of_job: bool = False,
 ) -> Iterator[Callable[[], object]]:
     """Yield the checks of ``check_run``, dataset reads last; do not call the others if the first fails.
-    ``samples_only``: those of ``check_rollout_only``. ``of_job``: servers that do not share the trainer's
+    ``samples_only``: as in ``check_run``. ``of_job``: servers that do not share the trainer's
     GPUs may get nodes of their own, as in a job."""
 
     @cache

@@ -133,10 +133,10 @@ class UpdateLoss:
             state["polarity"] = self._papo.state()
         return state or None
 
-    def load_state(self, state: dict[str, Any] | list[float] | None) -> None:
-        """Restore ``state``; a list, from earlier versions, holds lagged sums. Sums for other
-        ``algorithm.bounds`` (``allow_change``) are dropped: the next update measures its own."""
-        known: dict[str, Any] = {"lagged": state} if isinstance(state, list) else state or {}
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Restore ``state``. Sums for other ``algorithm.bounds`` (``allow_change``) are dropped: the next
+        update measures its own."""
+        known = state or {}
         then = known.get("lagged_bounds", self._bounds)
         same = all(then.get(name) == value for name, value in self._bounds.items())
         lagged = known.get("lagged") if same and self._search else None

@@ -19,25 +19,15 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.measurements import LossTerms, Measurement
-from bapo_megatron.algo.registered_losses import LOSSES, BoundsUse, check_bounds, loss_path
+from bapo_megatron.algo.measurements import LossTerms as LossTerms
+from bapo_megatron.algo.measurements import Measurement
+from bapo_megatron.algo.registered_losses import LOSSES as LOSSES
+from bapo_megatron.algo.registered_losses import BoundsUse, check_bounds, loss_path
 from bapo_megatron.algo.settings import check_settings, settings_of
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, ratio, unmasked
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
-
-__all__ = [
-    "LOSSES",
-    "Loss",
-    "LossTerms",
-    "Search",
-    "TokenLoss",
-    "TokenRule",
-    "Tokens",
-    "build_loss",
-    "load_loss",
-]
 
 
 @dataclasses.dataclass(frozen=True)

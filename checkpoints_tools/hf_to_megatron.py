@@ -17,10 +17,11 @@ from bapo_megatron.hf.blocks import BlockTensor
 from bapo_megatron.hf.config import ModelShape, problems_of, read_model_shape
 from bapo_megatron.hf.parameter_map import embedding_name, hf_tensors, tensor_problems
 from bapo_megatron.hf.safetensors_folder import read_safetensors_folder
+from bapo_megatron.runtime.written_folders import temporary_folder
 from checkpoints_tools.archives.pickle_allow_list import PickledObject
 from checkpoints_tools.archives.torch_archive import Call, Instance, Name, object_archive
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, carried_beside, convert
-from checkpoints_tools.core.atomic_output import OutputPlan, check_output, temporary_folder
+from checkpoints_tools.core.atomic_output import OutputPlan, check_output
 from checkpoints_tools.formats.distcp import COMMON_OBJECT, ChunkFiles
 from checkpoints_tools.formats.locate import LATEST, TRACKER, OpenedCheckpoint, open_checkpoint
 from checkpoints_tools.formats.mp_rank import MpRank

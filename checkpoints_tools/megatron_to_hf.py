@@ -35,8 +35,9 @@ from bapo_megatron.hf.parameter_map import (
 from bapo_megatron.hf.safetensors_folder import read_safetensors
 from bapo_megatron.hf.weight_files import INDEX, SINGLE, read_weight_map
 from bapo_megatron.runtime.files import read_file_inside
+from bapo_megatron.runtime.written_folders import temporary_folder
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
-from checkpoints_tools.core.atomic_output import OutputPlan, check_output, temporary_folder
+from checkpoints_tools.core.atomic_output import OutputPlan, check_output
 from checkpoints_tools.formats.locate import LATEST, Format, OpenedCheckpoint, open_checkpoint
 from checkpoints_tools.formats.safetensors_folder import (
     Planned,

@@ -20,17 +20,13 @@ from bapo_megatron.hf.parameter_map import hf_tensors, kept_in_float32
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.weight_stream import SAFETENSORS_TYPES, checked_weights
 from bapo_megatron.runtime.storage import writing
-from bapo_megatron.runtime.written_folders import (
-    check_replaceable,
-    foreign_content,
-    new_folder,
-    write_mark,
-)
+from bapo_megatron.runtime.written_folders import check_replaceable, new_folder, write_mark
 from checkpoints_tools.core.atomic_output import OutputPlan
 from checkpoints_tools.formats.safetensors_folder import untrained_tensors
 from checkpoints_tools.megatron_to_hf import plan_hf_folder
 
-_WRITER = "bapo"  # the writer's name in an export's mark
+WRITER = "bapo"
+"""Name of a run in the mark of its exports."""
 
 _SHARD_BYTES = 4 * 2**30
 
@@ -47,9 +43,9 @@ def export_hf(
     """
     if dist.get_rank() == 0:
         check_export_output(output)
-        with writing("the exported model", output), new_folder(output, _WRITER, foreign) as folder:
+        with writing("the exported model", output), new_folder(output, WRITER) as folder:
             _write(weights, reference, folder, shard_bytes)
-            write_mark(folder, _WRITER)
+            write_mark(folder, WRITER)
     else:
         for _ in weights:
             pass
@@ -79,9 +75,4 @@ def _write_tensor(plan: OutputPlan, name: str, tensor: Tensor) -> None:
 
 def check_export_output(output: Path) -> None:
     """Preflight: raise ConfigError if ``output`` exists and is not an export of this program."""
-    check_replaceable(output, _WRITER, foreign)
-
-
-def foreign(folder: Path) -> str | None:
-    """Return a description of foreign content in ``folder``; None if an export wrote all of it."""
-    return foreign_content(folder, _WRITER)
+    check_replaceable(output, WRITER)

@@ -37,7 +37,7 @@ from bapo_megatron.runtime.processes import die_with_parent
 from bapo_megatron.runtime.run_paths import RunPaths, step_leftovers, step_name
 from bapo_megatron.runtime.written_folders import move_foreign_aside
 from checkpoints_tools import Settings, to_hf
-from checkpoints_tools.core.atomic_output import foreign
+from checkpoints_tools.core.atomic_output import WRITER
 
 _CLEANING_S = 20.0
 """Seconds for a terminated process to remove its partial output."""
@@ -89,10 +89,8 @@ class StepExports:
         process."""
         from bapo_megatron.checkpoint.store import delete_hidden  # imports torch
 
-        for leftover in step_leftovers(self._paths.step_exports, ".bapo-ckpt.tmp"):
+        for leftover in step_leftovers(self._paths.step_exports):
             delete_hidden(leftover)
-        for lock in self._paths.step_exports.glob(".step_*.bapo-ckpt.lock"):
-            lock.unlink(missing_ok=True)
         for step in [step for step in sorted(filter(self._is_due, steps)) if self._is_missing(step)][-2:]:
             self.offer(step)
 
@@ -228,7 +226,7 @@ def main(checkpoint: str, output: str, model: str, parent: str, command: str = "
     try:
         if checkpoint:
             # Rename and keep outputs with foreign files, or of an earlier version without a mark.
-            move_foreign_aside(Path(output), foreign)
+            move_foreign_aside(Path(output), WRITER)
             settings = Settings(overwrite=True, threads=_THREADS)
             to_hf(Path(checkpoint), Path(output), Path(model), settings=settings)
         if command:

@@ -128,11 +128,11 @@ def finish(run: Run) -> None:
 
 def _export(run: Run, output: Path) -> None:
     """Write the final policy as a Hugging Face folder and record it. Collective."""
-    from bapo_megatron.checkpoint.export import export_hf, foreign
+    from bapo_megatron.checkpoint.export import WRITER, export_hf
     from bapo_megatron.runtime.distributed import is_main
     from bapo_megatron.runtime.written_folders import move_foreign_aside
 
-    if is_main() and (kept := move_foreign_aside(output, foreign)):
+    if is_main() and (kept := move_foreign_aside(output, WRITER)):
         print(f"what was not an export of this version, or held other files, is kept as {kept}", flush=True)
     export_hf(run.policy.hf_weights(), run.config.model.hf_path, output)
     if run.recorder:

@@ -55,11 +55,10 @@ def step_entries(folder: Path, suffix: str = "") -> Iterator[tuple[Moment, Path]
             yield moment, folder / name
 
 
-def step_leftovers(folder: Path, suffix: str = "") -> Iterator[Path]:
+def step_leftovers(folder: Path) -> Iterator[Path]:
     """Yield a killed process's leftovers in ``folder``: hidden, half-written or half-deleted step folders."""
     for name in _names(folder):
-        is_left = name.startswith(".step_") and name.endswith(_LEFT) and name.endswith(suffix)
-        if is_left and moment_of(name.split(".")[1]):
+        if name.startswith(".step_") and name.endswith(_LEFT) and moment_of(name.split(".")[1]):
             yield folder / name
 
 

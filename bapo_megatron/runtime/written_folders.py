@@ -36,9 +36,6 @@ _OWNERS = {"bapo": "a run of bapo, as its own export", "bapo-ckpt": "the command
 _DELETING = ".deleting-"
 """Suffix, followed by a random number, of folders being deleted."""
 
-Foreign = Callable[[Path], str | None]
-"""Returns what the command did not write into a folder, in words; None if it wrote all of it."""
-
 
 def write_mark(folder: Path, writer: str) -> None:
     """Write ``writer``'s mark durably into an otherwise complete folder."""
@@ -73,48 +70,58 @@ def content_besides(folder: Path, names: set[str]) -> str | None:
     return _kind(folder) or _unlisted(folder, dict.fromkeys(names))
 
 
-def check_replaceable(output: Path, writer: str, foreign: Foreign) -> None:
+Foreign = Callable[[Path, str], str | None]
+"""Returns what a writer did not write into a folder, in words; None if it wrote all of it."""
+
+
+def check_replaceable(output: Path, writer: str, foreign: Foreign = foreign_content) -> None:
     """Raise ConfigError if an output folder exists and has foreign content."""
-    if (why := _foreign_in(output, foreign)) is not None:
+    if (why := _foreign_in(output, writer, foreign)) is not None:
         raise ConfigError(
             f"output {output} {why}. {writer} replaces only what it wrote itself: name another folder, or "
             "look what it is, and move it away or remove it yourself"
         )
 
 
-def put_in_place(new: Path, output: Path, aside: Path, writer: str, foreign: Foreign) -> None:
-    """Replace the folder ``output`` by ``new``: move the old one ``aside``, rename the new, delete the old.
+def _put_in_place(new: Path, output: Path, writer: str, foreign: Foreign) -> None:
+    """Replace the folder ``output`` by ``new``: move the old one aside, rename the new, delete the old.
 
     Raises ConfigError, with the old folder moved back, if it has foreign content. ``bring_back`` repairs a
     kill between the two renames.
     """
-    bring_back(output, aside)
+    bring_back(output)
+    aside = _replaced_folder(output)
     _delete(aside)
     try:
         if os.path.lexists(output) and not _is_empty(output):
             # Renamed before the check: under its old name another program could still change it.
             os.rename(output, aside)
-            if (why := foreign(aside)) is not None:
+            if (why := foreign(aside, writer)) is not None:
                 raise ConfigError(
                     f"output {output} {why}. It was not like that when {writer} began, and is kept as it is"
                 )
         os.rename(new, output)
     except BaseException:
-        bring_back(output, aside)
+        bring_back(output)
         raise
     sync_folder(output.parent)  # make the rename durable before deleting the old output
     _delete(aside)
 
 
-def bring_back(output: Path, aside: Path) -> None:
-    """Rename ``aside`` back to ``output`` if that is missing, after a kill between two renames."""
-    if os.path.lexists(aside) and not os.path.lexists(output):
-        os.rename(aside, output)
+def is_away(output: Path) -> bool:
+    """Whether the old ``output`` has its hidden name and no new one is there: two renames are not done."""
+    return os.path.lexists(_replaced_folder(output)) and not os.path.lexists(output)
 
 
-def move_foreign_aside(output: Path, foreign: Foreign) -> Path | None:
+def bring_back(output: Path) -> None:
+    """Rename the old ``output`` back if it is away, after a kill between two renames."""
+    if is_away(output):
+        os.rename(_replaced_folder(output), output)
+
+
+def move_foreign_aside(output: Path, writer: str) -> Path | None:
     """Rename ``output`` to a free `.kept-N` name if it has foreign content; return that name or None."""
-    if _foreign_in(output, foreign) is None:
+    if _foreign_in(output, writer, foreign_content) is None:
         return None
     number = 1
     while os.path.lexists(kept := output.with_name(f"{output.name}.kept-{number}")):
@@ -123,17 +130,21 @@ def move_foreign_aside(output: Path, foreign: Foreign) -> Path | None:
     return kept
 
 
-def replaced_folder(output: Path) -> Path:
-    """Return the name to which ``new_folder`` moves the old ``output``."""
-    return output.with_name(f".{output.name}.replaced")
+def temporary_folder(output: Path) -> Path:
+    """Return the temporary folder of ``new_folder`` for ``output``."""
+    return output.with_name(f".{output.name}.bapo.tmp")
+
+
+def _replaced_folder(output: Path) -> Path:
+    return output.with_name(f".{output.name}.bapo.replaced")
 
 
 @contextmanager
-def new_folder(output: Path, writer: str, foreign: Foreign) -> Iterator[Path]:
+def new_folder(output: Path, writer: str, foreign: Foreign = foreign_content) -> Iterator[Path]:
     """Context manager: the block fills a temporary folder, which is then renamed to ``output`` atomically.
     Replaces an old folder by the same ``writer``. If the block raises, the new folder is deleted."""
-    temporary, aside = output.with_name(f".{output.name}.tmp"), replaced_folder(output)
-    bring_back(output, aside)
+    temporary = temporary_folder(output)
+    bring_back(output)
     if os.path.lexists(temporary):
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
@@ -142,15 +153,15 @@ def new_folder(output: Path, writer: str, foreign: Foreign) -> Iterator[Path]:
         for path in temporary.rglob("*"):
             (sync_folder if path.is_dir() else sync_file)(path)
         sync_folder(temporary)
-        put_in_place(temporary, output, aside, writer, foreign)
+        _put_in_place(temporary, output, writer, foreign)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _foreign_in(folder: Path, foreign: Foreign) -> str | None:
+def _foreign_in(folder: Path, writer: str, foreign: Foreign) -> str | None:
     """Return the foreign content of a folder, in words; None if it is missing or empty, too."""
-    return foreign(folder) if os.path.lexists(folder) and not _is_empty(folder) else None
+    return foreign(folder, writer) if os.path.lexists(folder) and not _is_empty(folder) else None
 
 
 def _delete(folder: Path) -> None:

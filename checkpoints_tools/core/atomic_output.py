@@ -24,8 +24,9 @@ from bapo_megatron.runtime.files import open_lock, sync_file, sync_folder
 from bapo_megatron.runtime.written_folders import (
     bring_back,
     check_replaceable,
-    foreign_content,
-    put_in_place,
+    is_away,
+    new_folder,
+    temporary_folder,
     write_mark,
 )
 
@@ -112,19 +113,9 @@ def _write_all(descriptor: int, data: bytes | memoryview, position: int) -> None
         view, position = view[count:], position + count
 
 
-def temporary_folder(output: Path) -> Path:
-    """Return the temporary folder for writing ``output`` before the rename."""
-    return output.with_name(f".{output.name}.bapo-ckpt.tmp")
-
-
-def replaced_folder(output: Path) -> Path:
-    """Return the hidden name of the old ``output`` between the two renames that replace it."""
-    return output.with_name(f".{output.name}.bapo-ckpt.replaced")
-
-
 def lock_file(output: Path) -> Path:
     """Return the hidden file that a run locks while it writes ``output``."""
-    return output.with_name(f".{output.name}.bapo-ckpt.lock")
+    return output.with_name(f".{output.name}.bapo.lock")
 
 
 def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
@@ -132,21 +123,18 @@ def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
     aside. Raises ConfigError if it may not be written there."""
     output = output.absolute()
     output = output.parent.resolve() / output.name
-    _restore(output)  # first: the checks must see an output that a killed run moved away
+    if is_away(output):  # first: the checks must see an output that a killed run moved away
+        with _only_writer(output):  # raises if that run is alive
+            bring_back(output)
     for source in (source.resolve() for source in sources):
         if output == source or output in source.parents or source in output.parents:
             raise ConfigError(
                 f"output {output} and input {source} are, or lie in, one another: choose another"
             )
-    check_replaceable(output, WRITER, foreign)
+    check_replaceable(output, WRITER)
     if not overwrite and output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"output {output} exists; --overwrite replaces it")
     return output
-
-
-def foreign(folder: Path) -> str | None:
-    """Return foreign content of ``folder``, in words; None if these tools wrote all of it."""
-    return foreign_content(folder, WRITER)
 
 
 def check_space(output: Path, nbytes: int) -> int:
@@ -166,19 +154,14 @@ def atomic_output(output: Path) -> Iterator[Path]:
     """Context manager of the temporary folder; renamed to ``output`` at the end, deleted after an error.
     ``output``, from ``check_output``, may hold a checkpoint to be replaced. Raises ConfigError if the disk is
     full, or another process is writing the same output."""
-    folder = temporary_folder(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with _only_writer(output):
-        if folder.exists():  # a killed run's
-            shutil.rmtree(folder)
         try:
-            folder.mkdir()
-            yield folder
-            write_mark(folder, WRITER)  # before the rename: an output without its mark is never replaced
-            put_in_place(folder, output, replaced_folder(output), WRITER, foreign)
-        except BaseException as error:  # including a signal at any moment
-            shutil.rmtree(folder, ignore_errors=True)
-            if not isinstance(error, OSError) or error.errno not in _FULL:
+            with new_folder(output, WRITER) as folder:
+                yield folder
+                write_mark(folder, WRITER)  # before the rename: an output without its mark is never replaced
+        except OSError as error:
+            if error.errno not in _FULL:
                 raise
             raise ConfigError(
                 f"{_FULL[error.errno]}: output {output} was not written, and nothing of it was left"
@@ -207,12 +190,3 @@ def _only_writer(output: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
-
-
-def _restore(output: Path) -> None:
-    """Undo the first of a killed run's two renames, which moved the old ``output`` away. Raises ConfigError
-    if that run is alive."""
-    aside = replaced_folder(output)
-    if os.path.lexists(aside) and not os.path.lexists(output):
-        with _only_writer(output):
-            bring_back(output, aside)

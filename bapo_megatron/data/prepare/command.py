@@ -74,7 +74,7 @@ def check_dataset_output(output: Path, overwrite: bool) -> None:
         raise ConfigError(f"output={output} exists: name another, or give --overwrite")
 
 
-def _foreign(folder: Path) -> str | None:
+def _foreign(folder: Path, _writer: str) -> str | None:
     """Return foreign content of ``folder``, in words; None if it is just a prepared dataset."""
     if (content := content_besides(folder, {DATA_FILE, CARD_FILE, CARD_TEXT})) is not None:
         return content

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bapo_megatron.checkpoint.export import check_export_output, export_hf, foreign
+from bapo_megatron.checkpoint.export import WRITER, check_export_output, export_hf
 from bapo_megatron.config import ModelConfig, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
@@ -117,17 +117,17 @@ def test_others_are_kept(model: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"output .*is the directory of a run"):
             refused()
     # A run's own export never fails for it at the run's end.
-    assert move_foreign_aside(output, foreign) == tmp_path / "output.kept-1"
+    assert move_foreign_aside(output, WRITER) == tmp_path / "output.kept-1"
     assert (tmp_path / "output.kept-1/checkpoints").exists()
     export(model, output)
-    assert move_foreign_aside(output, foreign) is None
+    assert move_foreign_aside(output, WRITER) is None
 
 
 def test_a_kill_between_renames(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old export is beside its name then; a next one that fails brings it back."""
     output = tmp_path / "export"
     export(model, output)
-    output.rename(tmp_path / ".export.replaced")
+    output.rename(tmp_path / ".export.bapo.replaced")
 
     def fails(*_: object) -> None:
         raise OSError("no")

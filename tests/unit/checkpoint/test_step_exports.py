@@ -237,8 +237,7 @@ def test_a_continued_run_makes_two_missing_ones(tmp_path: Path, model: Path, pol
     for step in (5, 10, 20, 30, 40):
         before.reach(step)
     shutil.copytree(model, tmp_path / "exports/step_000040")
-    shutil.copytree(model, tmp_path / "exports/.step_000010.bapo-ckpt.tmp")
-    (tmp_path / "exports/.step_000010.bapo-ckpt.lock").touch()
+    shutil.copytree(model, tmp_path / "exports/.step_000010.bapo.tmp")
     owner = Owner(tmp_path, model, policy, newest=(40, 0), keep_last=0)
     owner.exports.resume(owner.store.steps())
     owner.wait()

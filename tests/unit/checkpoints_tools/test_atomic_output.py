@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.written_folders import write_mark
+from bapo_megatron.runtime import written_folders
+from bapo_megatron.runtime.written_folders import temporary_folder, write_mark
 from checkpoints_tools import Settings
 from checkpoints_tools.core import atomic_output, copying
-from checkpoints_tools.core.atomic_output import check_space, temporary_folder
+from checkpoints_tools.core.atomic_output import check_space
 from checkpoints_tools.formats.locate import open_checkpoint
 from tests.support.checkpoint_models import folder_bytes, save_random_model
 from tests.unit.checkpoints_tools.conftest import OVERWRITE, Convert, in_a_child
@@ -100,7 +101,7 @@ def test_a_kill_while_replacing_leaves_the_old_or_the_new_output(convert: Conver
     assert old != new
     seen = set()
     # What it does in its temporary folder, beside them, is killed above.
-    for _ in moments(convert, output, OVERWRITE, output, atomic_output.replaced_folder(output)):
+    for _ in moments(convert, output, OVERWRITE, output, written_folders._replaced_folder(output)):
         # As the next run finds it.
         found = folder_bytes(atomic_output.check_output(output, True, []))
         assert found in (old, new)
@@ -174,7 +175,7 @@ def test_without_locks_no_folder_of_another_run_is_cleared(
     with atomic_output.atomic_output(output) as folder:
         (folder / "half").touch()
         with (
-            pytest.raises(ConfigError, match=r"output\.bapo-ckpt\.tmp is there, .* cannot lock files"),
+            pytest.raises(ConfigError, match=r"output\.bapo\.tmp is there, .* cannot lock files"),
             atomic_output.atomic_output(output),
         ):
             pass

@@ -323,7 +323,7 @@ FOREIGN: dict[str, tuple[str, Callable[[Path], None]]] = {
     "copy of a checkpoint": ("checkpoints/step_000010.copy", keep_one),
     "own folder among checkpoints": ("checkpoints/best", keep_one),
     "own hidden folder of a step": ("checkpoints/.step_000010.mine", keep_one),
-    "own folder among exports": ("exports/.step_mine.bapo-ckpt.tmp", resume_exports),
+    "own folder among exports": ("exports/.step_mine.bapo.tmp", resume_exports),
     "own folder among weights": ("weights/base_model", keep_no_weights),
     "own file in the journal": ("journal/step_mine.npz", delete_steps),
 }

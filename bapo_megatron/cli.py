@@ -70,6 +70,12 @@ usage: bapo COMMAND ...
 """
 
 
+REMOVED = {
+    "study": "the studies are done, docs/results.md has their results; for their code `git checkout f6aa2582`"
+}
+"""Removed commands, each with the advice to print."""
+
+
 def main() -> None:
     """Run the command in ``sys.argv`` and exit with its code."""
     collect_rarely()
@@ -92,6 +98,8 @@ def run(arguments: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0 if arguments else 2
     try:
+        if arguments[0] in REMOVED:
+            raise ConfigError(f"bapo {arguments[0]} is gone: {REMOVED[arguments[0]]}")
         if arguments[0] not in COMMANDS:
             raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(COMMANDS)}")
         if arguments[0] == "data":

@@ -88,25 +88,26 @@ class TransformerEngineProcess:
 
 def main() -> None:
     """Serve requests until the other end closes."""
-    from bapo_megatron.runtime.garbage import importing
+    from bapo_megatron.runtime.garbage import collect_rarely, keep_imports
     from bapo_megatron.runtime.processes import die_with_parent
 
     die_with_parent()
-    with importing():
-        import torch
+    collect_rarely()
+    import torch
 
-        load_from_bytes = torch.storage._load_from_bytes
-        from bapo_rehearsal.transformer_engine.installation import install
+    load_from_bytes = torch.storage._load_from_bytes
+    from bapo_rehearsal.transformer_engine.installation import install
 
-        if sys.argv[1] == APEX:
-            sys.path.insert(0, str(Path(__file__).parent / "played_apex"))
-            sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # the compiled one has precedence
-        else:
-            install(find_sources(sys.argv[1]))
-            take_float32()
-        from bapo_megatron.policy import device
-        from tests.support.workers import run_layout
+    if sys.argv[1] == APEX:
+        sys.path.insert(0, str(Path(__file__).parent / "played_apex"))
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # the compiled one has precedence
+    else:
+        install(find_sources(sys.argv[1]))
+        take_float32()
+    from bapo_megatron.policy import device
+    from tests.support.workers import run_layout
 
+    keep_imports()
     _kept.append(device.use_torch_optimizer)
     device.use_torch_optimizer = lambda: None  # FusedAdam, on a CPU
     torch.set_num_threads(1)

@@ -110,8 +110,19 @@ class RunRecords:
         self._warned.add(kind)
 
     def warn_of_cut_episodes(self, step: int, metrics: Metrics) -> None:
-        for text in cut_episodes(self._config, metrics):
-            self.warning("episodes_cut", step, f"step {step}: {text}")
+        """Warn of each source whose episodes all ended at a limit, without a reward of their environment."""
+        for source in self._config.data.source_names or ("",):
+            prefix = f"sampled/source/{source}/environment/" if source else "sampled/environment/"
+            cut = sum(metrics.get(f"{prefix}finish_{limit}") or 0.0 for limit in ("turns", "length"))
+            if cut < 1 - 1e-9 or any(name.startswith(f"{prefix}reward_turn_") for name in metrics):
+                continue
+            message = (
+                f"step {step}: all episodes{f' of source {source}' if source else ''} were cut at "
+                f"environment.max_turns or rollout.max_response_tokens ({prefix}finish_...), before their "
+                "environment gave a reward, so reward.function judged the model's last turn: if the "
+                "environment gives one at its end, raise what cut them"
+            )
+            self.warning("episodes_cut", step, message)
 
     def close(self) -> None:
         self._metrics.close()
@@ -204,29 +215,6 @@ class Recorder(RunRecords):
         newest = next((row for row in rows_from_end(self._paths.events) if row.get("kind") in ends), {})
         is_last = newest.get("kind") == "export" and newest.get("step") == self._config.steps
         return is_last and (path / "config.json").is_file()
-
-
-def cut_episodes(config: RunConfig, metrics: Metrics) -> Iterator[str]:
-    """Yield a warning for each source if all its episodes of a step ended at the limit of turns or tokens,
-    without a reward from their environment."""
-    for source in config.data.source_names or ("",):
-        environment = config.environments[source]
-        prefix = f"sampled/source/{source}/environment/" if source else "sampled/environment/"
-        turns, length = (metrics.get(f"{prefix}finish_{name}") or 0.0 for name in ("turns", "length"))
-        if turns + length < 1 - 1e-9 or any(name.startswith(f"{prefix}reward_turn_") for name in metrics):
-            continue
-        of = f" of source {source}" if source else ""
-        limits = (
-            f"{turns:.0%} at environment.max_turns={environment.max_turns}" if turns else "",
-            f"{length:.0%} at rollout.max_response_tokens={config.rollout.max_response_tokens}"
-            if length
-            else "",
-        )
-        yield (
-            f"all episodes{of} were cut, {' and '.join(filter(None, limits))}, before their environment gave "
-            "a reward, so reward.function judged the model's last turn: if the environment gives one at its "
-            "end, raise what cut them"
-        )
 
 
 class StepClock:

@@ -34,8 +34,8 @@ from bapo_megatron.trainer.records.recorder import (
     MOVED,
     IdleSearch,
     Recorder,
+    RunRecords,
     StepClock,
-    cut_episodes,
     recorded_end,
     sending_events,
     step_metrics,
@@ -85,22 +85,27 @@ def test_an_export_is_the_last_one_if_no_checkpoint_came_after_it(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("metrics", "said"),
+    ("metrics", "is_told"),
     [
-        ({"finish_turns": 5 / 24, "finish_length": 19 / 24}, "max_turns=8 and 79% at rollout.max_resp"),
-        ({"finish_turns": 0.9, "finish_stop": 0.1}, None),
-        ({"finish_turns": 1.0, "reward_turn_1": 0.0}, None),  # given before the cut
+        ({"finish_turns": 5 / 24, "finish_length": 19 / 24}, True),
+        ({"finish_turns": 0.9, "finish_stop": 0.1}, False),
+        ({"finish_turns": 1.0, "reward_turn_1": 0.0}, False),  # given before the cut
     ],
 )
-def test_a_step_whose_episodes_were_all_cut_is_told(metrics: dict[str, float], said: str | None) -> None:
+def test_a_step_whose_episodes_were_all_cut_is_told(
+    metrics: dict[str, float], is_told: bool, tmp_path: Path
+) -> None:
     """Their programs gave no reward, and the mean looks like that of wrong answers."""
     sources = tuple(SourceConfig(Path(f"{name}.jsonl")) for name in ("cut", "whole"))
-    config = replace(run_config(Path("run")), data=DataConfig(sources=sources))
+    records = RunRecords(replace(run_config(tmp_path), data=DataConfig(sources=sources)), 1)
     named = {f"sampled/source/cut/environment/{name}": value for name, value in metrics.items()}
-    told = list(cut_episodes(config, {**named, "sampled/source/whole/environment/finish_turns": 0.5}))
-    assert [f"all episodes of source cut were cut, 21% at environment.{said}" in text for text in told] == (
-        [True] if said else []
-    )
+    records.warn_of_cut_episodes(4, {**named, "sampled/source/whole/environment/finish_turns": 0.5})
+    records.close()
+    told = [(row["kind"], row["message"]) for row in read_jsonl(tmp_path / "events.jsonl")]
+    assert len(told) == is_told
+    for kind, message in told:
+        assert kind == "episodes_cut"
+        assert message.startswith("step 4: all episodes of source cut were cut at environment.max_turns")
 
 
 def run_config(run_dir: Path) -> RunConfig:

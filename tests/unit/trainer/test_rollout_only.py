@@ -178,7 +178,7 @@ def test_a_rollout_only_run_writes_its_step(tmp_path: Path, capsys: pytest.Captu
     assert "\n1 steps, means:  reward " in told
     assert told.count("positive share 0.250  searches below target 100.0%") == 2
     [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "episodes_cut"]
-    assert event["message"].startswith("step 1: all episodes were cut, 100% at environment.max_turns=8")
+    assert event["message"].startswith("step 1: all episodes were cut at environment.max_turns")
     assert event["message"] in told
 
 

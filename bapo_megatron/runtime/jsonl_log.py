@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -84,17 +83,9 @@ def read_jsonl(path: Path) -> list[Row]:
 
 
 def read_events(path: Path) -> list[Row]:
-    """Return an event log's rows. Drops damaged lines and prints their number on stderr: several nodes write
-    to the log, and on NFS two lines may overwrite each other."""
-    rows, damaged = [], 0
-    for line in whole_lines(path):
-        try:
-            rows.append(parse_row(line))
-        except ValueError:
-            damaged += 1
-    if damaged:
-        print(f"warning: {path}: {damaged} damaged lines are left out", file=sys.stderr, flush=True)
-    return rows
+    """Return an event log's rows without damaged lines: several nodes write to the log, and on NFS two lines
+    may overwrite each other. Empty if the file is missing."""
+    return [*rows_from_end(path)][::-1]
 
 
 def rows_from_end(path: Path) -> Iterator[Row]:
@@ -127,12 +118,9 @@ def _line(row: Row) -> bytes:
 
 
 def parse_row(line: bytes) -> Row:
-    """Return a line's row, with replacement characters for what cannot be printed: invalid UTF-8, and lone
-    surrogates in a server's text. Raises ValueError if the line is not a JSON object."""
+    """Return a line's row, with replacement characters for invalid UTF-8. Raises ValueError if the line is
+    not a JSON object."""
     row: Row = json.loads(line.decode(errors="replace"))
-    if b"\\ud" in line.lower():
-        text = json.dumps(row, ensure_ascii=False)
-        row = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     if not isinstance(row, dict):
         raise ValueError("no JSON object")
     return row

@@ -178,7 +178,7 @@ def read_run(run_dir: Path) -> RunRecord:
         run_dir,
         steps,
         read_metrics(paths.updates),
-        read_events(paths.events) if paths.events.exists() else [],
+        read_events(paths.events),
         read_config(run_dir) or {},
         read_metrics(paths.evaluations),
         lineage_text(run_dir),

@@ -164,27 +164,23 @@ def journal_start(state: dict[str, Any], identity: dict[str, Any], step: int) ->
     ``identity``: settings that the journal depends on. Unless ``state`` has the key ``FORKED``, they must
     match the identity in ``state``; ``SamplerState`` checks this."""
     forked = FORKED in state
-    again = state.get(OUTSTANDING, [])  # none in checkpoints of early versions
+    again = state[OUTSTANDING]
     fields = {name: value for name, value in state.items() if name not in (OUTSTANDING, FORKED)}
     fields["tokens"] = _without_outstanding(fields["tokens"])
     numbers = {number for number, _, _ in again}
     fields["judged"] = [summary for summary in fields["judged"] if summary[0] not in numbers]
     opened = [groups_opened(again, None)] if again else []
     told = f"the prompts of {len(again)} unfinished groups are sampled again, first"
-    if OUTSTANDING not in state:
-        told = "the prompts of unfinished groups are skipped"
     if not forked:
         return JournalStart(Record("state", fields, {}), opened, "journal_missing", told)
     fields |= {"identity": identity, "served": step, "weights_step": step, "trained": []}
     for name in ("step_of", "first_step_of"):
-        fields[name] = [pair for pair in fields.get(name, fields["step_of"]) if pair[1] <= step]
+        fields[name] = [pair for pair in fields[name] if pair[1] <= step]
     if why := state[FORKED] or _other_order(state["identity"], identity):
         fields |= {"taken": 0, "judged": [], "dropped": {}}
         told = f"the dataset begins at its start: {why}"
         return JournalStart(Record("state", fields, {}), [], "fork_position", told)
     told = f"the dataset continues after {state['taken']} prompts; {told}"
-    if state["served"] > step:  # the other run was killed and repeated steps
-        told += f"; those that it had sampled for the steps {step + 1} to {state['served']} are skipped"
     return JournalStart(Record("state", fields, {}), opened, "fork_position", told)
 
 

@@ -225,7 +225,7 @@ class SamplerState:
         self.next_number, self.taken = fields["next_number"], fields["taken"]
         self.served, self.weights_step = fields["served"], fields["weights_step"]
         self._step_of = dict(fields["step_of"])
-        self._first_step_of = dict(fields.get("first_step_of", fields["step_of"]))
+        self._first_step_of = dict(fields["first_step_of"])
         self._newest = max(self._step_of, default=-1)
         self._version = max((v for v, step in self._step_of.items() if step == self.weights_step), default=0)
         self.tokens, self.dropped = Counter(fields["tokens"]), Counter(fields["dropped"])

@@ -28,23 +28,27 @@ class Progress:
         step_s = metrics.get("time/step_s")
         if step_s is not None:
             self._times_s.append(step_s)
-        line = plain_line(step, self._total_steps, metrics, self.remaining_s(step))
-        print(line, file=self._stream, flush=True)
-
-    def remaining_s(self, step: int) -> float | None:
-        """Return the seconds left after ``step``, from the mean of the last step times; None without any."""
-        if not self._times_s:
-            return None
-        return (self._total_steps - step) * sum(self._times_s) / len(self._times_s)
+        times_s, left_s = self._times_s, None
+        if times_s:
+            left_s = (self._total_steps - step) * sum(times_s) / len(times_s)
+        print(plain_line(step, self._total_steps, metrics, left_s), file=self._stream, flush=True)
 
 
 def plain_line(step: int, total_steps: int, metrics: Metrics, remaining_s: float | None) -> str:
     """Return a step's line, ``step 12/60  reward 0.53  entropy 0.81 ...``, with a dash for each None."""
-    values = [f"{name} {value}" for name, value in shown_values(metrics)]
-    tokens = f"tokens/s {_number(metrics, 'time/tokens_per_s', '.0f', 6)}"
-    step_s = f"step_s {_number(metrics, 'time/step_s', '.1f', 6)}"
-    parts = [*values, tokens, step_s, f"eta {_clock(remaining_s)}", *notes(metrics)]
-    return numbered_line(step, total_steps, parts)
+    low = _number(metrics, "bapo/clip_low", ".2f", 4)
+    high = _number(metrics, "bapo/clip_high", ".2f", 4)
+    parts = [
+        f"reward {_number(metrics, 'reward/mean', '.3f', 6)}",
+        f"right {_number(metrics, 'reward/correct_fraction', '.1%', 6)}",
+        f"entropy {_number(metrics, 'policy/entropy', '.3f', 6)}",
+        f"clip {low}..{high}",
+        f"contribution {_number(metrics, 'bapo/contribution', '.3f', 6)}",
+        f"tokens/s {_number(metrics, 'time/tokens_per_s', '.0f', 6)}",
+        f"step_s {_number(metrics, 'time/step_s', '.1f', 6)}",
+        f"eta {_ABSENT if remaining_s is None else timedelta(seconds=round(remaining_s))}",
+    ]
+    return numbered_line(step, total_steps, [*parts, *notes(metrics)])
 
 
 def numbered_line(step: int, total_steps: int, parts: Sequence[str]) -> str:
@@ -94,19 +98,6 @@ def evaluation_line(step: int, metrics: Metrics) -> str:
     return f"held-out problems after step {step}: " + "; ".join(parts)
 
 
-def shown_values(metrics: Metrics) -> list[tuple[str, str]]:
-    """Return names and values of a step's line, at fixed widths."""
-    low = _number(metrics, "bapo/clip_low", ".2f", 4)
-    high = _number(metrics, "bapo/clip_high", ".2f", 4)
-    return [
-        ("reward", _number(metrics, "reward/mean", ".3f", 6)),
-        ("right", _number(metrics, "reward/correct_fraction", ".1%", 6)),
-        ("entropy", _number(metrics, "policy/entropy", ".3f", 6)),
-        ("clip", f"{low}..{high}"),
-        ("contribution", _number(metrics, "bapo/contribution", ".3f", 6)),
-    ]
-
-
 def _number(metrics: Metrics, name: str, style: str, width: int) -> str:
     return number_text(metrics.get(name), style).rjust(width)
 
@@ -114,7 +105,3 @@ def _number(metrics: Metrics, name: str, style: str, width: int) -> str:
 def number_text(value: float | None, style: str) -> str:
     """Return the formatted number; a dash for None."""
     return _ABSENT if value is None else format(value, style)
-
-
-def _clock(seconds: float | None) -> str:
-    return _ABSENT if seconds is None else str(timedelta(seconds=round(seconds)))

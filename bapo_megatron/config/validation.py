@@ -26,7 +26,6 @@ from bapo_megatron.config.sections import (
 from bapo_megatron.config.sources import EnvironmentConfig, source_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import command_words
-from bapo_megatron.runtime.event_targets import target_problems
 
 if TYPE_CHECKING:
     from bapo_megatron.config import CheckpointConfig, RunConfig
@@ -248,8 +247,7 @@ def _checkpoint_problems(run: RunConfig) -> Iterator[str]:
 
 
 def _hook_problems(run: RunConfig) -> Iterator[str]:
-    """Rules of the user's commands and URLs: their form. ``preflight.check_hooks`` looks for the programs."""
-    yield from target_problems(run.logging.on_event)
+    """Rules of the user's command: its form. ``preflight.check_hooks`` looks for programs and targets."""
     command = run.checkpoint.after_export
     if command is None:
         return

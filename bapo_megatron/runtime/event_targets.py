@@ -3,8 +3,8 @@
 The event sender delivers each message to a target by ``send``, which blocks for at most 20 s and raises
 Refused if the target does not accept it. A command reads the message as JSON on standard input; a URL
 receives it as a JSON POST, whose field `text` Slack, Mattermost and compatible services show. URLs may be
-secret: no error text contains one, and `$NAME` keeps them out of the run directory. ``target_problems`` and
-``unreachable_targets`` yield errors of the setting, before a run.
+secret: no error text contains one, and `$NAME` keeps them out of the run directory. ``target_problems``
+yields errors of the setting, before a run.
 """
 
 from __future__ import annotations
@@ -33,25 +33,17 @@ class Refused(Exception):
 
 
 def target_problems(targets: Sequence[str]) -> Iterator[str]:
-    """Yield errors in the form of the targets, without reading the environment."""
-    for target in targets:
-        if not _VARIABLE.fullmatch(target) and (problem := _form_problem(target)):
-            yield f"logging.on_event={shown(target)}: {problem}; give a command, a URL, or $NAME"
-
-
-def unreachable_targets(targets: Sequence[str]) -> Iterator[str]:
-    """Yield errors of the targets on this machine: a missing variable or program."""
+    """Yield errors of the targets on this machine: an invalid URL, a missing variable or program."""
     for target in targets:
         value = resolved(target)
-        if not value:
+        if not value and _VARIABLE.fullmatch(target):
             problem: str | None = "that variable is not set"
         else:
             problem = _form_problem(value) or (None if _is_url(value) else missing_program(value))
             if problem and value != target:  # the value may be a secret
                 problem = "its value is neither a URL (https://...) nor a program that is here"
         if problem:
-            named = shown(target) if value == target else target
-            yield f"logging.on_event={named}: {problem}; export or install it, or leave it out"
+            yield f"logging.on_event={shown(target)}: {problem}; give a command, a URL, or an exported $NAME"
 
 
 def resolved(target: str) -> str:

@@ -51,7 +51,7 @@ from bapo_megatron.rollout.sampler.teacher import check_teacher
 from bapo_megatron.rollout.sampler.turns import check_environments
 from bapo_megatron.runtime.child_process import missing_program
 from bapo_megatron.runtime.distributed import launched_world_size
-from bapo_megatron.runtime.event_targets import unreachable_targets
+from bapo_megatron.runtime.event_targets import target_problems
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.reference import FIELD as REFERENCE_FIELD
 from bapo_megatron.trainer.suites import load_suites
@@ -127,7 +127,7 @@ def check_new_run(config: RunConfig) -> None:
 
 def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:
     """Raise ConfigError if a hook (after_export, on_event) lacks its program or environment variable."""
-    problems = list(unreachable_targets(logging.on_event))
+    problems = list(target_problems(logging.on_event))
     command = checkpoint.after_export
     if command is not None and (problem := missing_program(command)):
         problems.append(f"checkpoint.after_export={command!r}: {problem}; install it, or name another")

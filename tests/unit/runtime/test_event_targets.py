@@ -17,7 +17,7 @@ from bapo_megatron.runtime.event_kinds import (
     is_trouble,
     sent_text,
 )
-from bapo_megatron.runtime.event_targets import Refused, send, shown, target_problems, unreachable_targets
+from bapo_megatron.runtime.event_targets import Refused, send, shown, target_problems
 from tests.support.event_kinds import written_kinds
 from tests.support.webhook import Webhook
 
@@ -82,26 +82,27 @@ def test_a_variable_may_hold_a_url_or_a_command(
         send("$HOOK", MESSAGE, tmp_path / "log", LONG_S)
 
 
-def test_the_form_of_a_target_is_checked_without_its_secret() -> None:
-    assert not list(target_problems(["https://hooks.slack.com/services/a", "$HOOK", "${HOOK}", "notify -x"]))
+def test_the_form_of_a_target_is_checked_without_its_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOOK", "https://hooks.slack.com/services/b")
+    assert not list(target_problems(["https://hooks.slack.com/services/a", "$HOOK", "${HOOK}", "true -x"]))
     problems = list(target_problems(["https:///x", "http://h/S3 CRET", "", "a 'b"]))
     assert [problem.split("=")[1].split(":")[0] for problem in problems] == [
         *("https", "http", "''", '"a \'b"')
     ]
     assert "S3CRET" not in "".join(problems)
-    assert all("give a command, a URL, or $NAME" in problem for problem in problems)
+    assert all("give a command, a URL, or an exported $NAME" in problem for problem in problems)
 
 
 def test_what_a_target_needs_is_checked_where_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOOK", "hooks.example.com/S3CRET")
-    assert not list(unreachable_targets(["sh x", "http://h/x"]))
+    assert not list(target_problems(["sh x", "http://h/x"]))
     for target, why in (
         ("$NO_SUCH_HOOK", "that variable is not set"),
         ("no-such-program x", "there is no program no-such-program"),
         ("$HOOK", "its value is neither a URL"),
     ):
-        [problem] = unreachable_targets([target])
-        assert problem.startswith(f"logging.on_event={target if '$' in target else repr(target)}: {why}")
+        [problem] = target_problems([target])
+        assert problem.startswith(f"logging.on_event={target!r}: {why}")
         assert "S3CRET" not in problem
 
 

@@ -275,7 +275,7 @@ def test_hooks_are_checked_before_the_run() -> None:
     with pytest.raises(ConfigError, match="NO_HOOK") as error:
         check_hooks(CheckpointConfig(after_export="upload {folder}"), LoggingConfig(on_event=("$NO_HOOK",)))
     first, second = str(error.value).splitlines()
-    assert first.startswith("logging.on_event=$NO_HOOK: ")
+    assert first.startswith("logging.on_event='$NO_HOOK': ")
     assert second.startswith("checkpoint.after_export='upload {folder}': there is no program upload")
 
 

@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -24,6 +24,7 @@ from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Need
 from bapo_megatron.rollout.sampler.process import ALIVE, WAKE_CALLS, Setup
 from bapo_megatron.rollout.sampler.step_batches import read_header
+from bapo_megatron.runtime.event_kinds import OnEvent
 from bapo_megatron.runtime.exit_codes import holding_signals
 from bapo_megatron.runtime.guards import death
 from bapo_megatron.types import StepHeader
@@ -36,9 +37,6 @@ _SERVICE = "bapo_megatron.rollout.sampler.process"
 
 _ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "FailingDiskError": StorageFailed}
 """Exception types by the name that the process sends; other names become RunStopped."""
-
-Event = Callable[[dict[str, Any]], None]
-"""An event callback; takes the event's fields, including ``kind``."""
 
 
 class SamplerDied(Exception):
@@ -54,7 +52,7 @@ class SamplerClient:
     RunStopped, StorageFailed or ConfigError.
     """
 
-    def __init__(self, setup: Setup, on_event: Event) -> None:
+    def __init__(self, setup: Setup, on_event: OnEvent) -> None:
         """Start the process. ``on_event`` gets the run events that it reports with its replies."""
         self._setup, self._on_event = setup, on_event
         self._start_arguments: tuple[int, dict[str, Any] | None] = (1, None)  # for a restarted process

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -149,39 +149,28 @@ def weights_loaded(version: int, step: int) -> Record:
     return Record("weights", {"version": version, "step": step}, {})
 
 
-class JournalStart(NamedTuple):
-    """First records of a journal that begins at a checkpoint, and the run event (kind, message) for it."""
-
-    state: Record
-    opened: list[Record]
-    """Records that reopen the unfinished groups."""
-    kind: str
-    message: str
-
-
-def journal_start(state: dict[str, Any], identity: dict[str, Any], step: int) -> JournalStart:
-    """Return the first records of a journal that begins at ``state``, the checkpoint state after ``step``.
-    ``identity``: settings that the journal depends on. Unless ``state`` has the key ``FORKED``, they must
+def journal_start(
+    state: dict[str, Any], identity: dict[str, Any], step: int
+) -> tuple[list[Record], str, str]:
+    """Return the first records of a journal that begins at ``state``, the checkpoint state after ``step``
+    (the state, then one that reopens the unfinished groups), and the kind and message of the run event for
+    it. ``identity``: settings that the journal depends on. Unless ``state`` has the key ``FORKED``, they must
     match the identity in ``state``; ``SamplerState`` checks this."""
-    forked = FORKED in state
     again = state[OUTSTANDING]
     fields = {name: value for name, value in state.items() if name not in (OUTSTANDING, FORKED)}
     fields["tokens"] = _without_outstanding(fields["tokens"])
     numbers = {number for number, _, _ in again}
     fields["judged"] = [summary for summary in fields["judged"] if summary[0] not in numbers]
-    opened = [groups_opened(again, None)] if again else []
-    told = f"the prompts of {len(again)} unfinished groups are sampled again, first"
-    if not forked:
-        return JournalStart(Record("state", fields, {}), opened, "journal_missing", told)
-    fields |= {"identity": identity, "served": step, "weights_step": step, "trained": []}
-    for name in ("step_of", "first_step_of"):
-        fields[name] = [pair for pair in fields[name] if pair[1] <= step]
-    if why := state[FORKED] or _other_order(state["identity"], identity):
-        fields |= {"taken": 0, "judged": [], "dropped": {}}
-        told = f"the dataset begins at its start: {why}"
-        return JournalStart(Record("state", fields, {}), [], "fork_position", told)
-    told = f"the dataset continues after {state['taken']} prompts; {told}"
-    return JournalStart(Record("state", fields, {}), opened, "fork_position", told)
+    kind, told = "journal_missing", f"the prompts of {len(again)} unfinished groups are sampled again, first"
+    if FORKED in state:
+        kind, told = "fork_position", f"the dataset continues after {state['taken']} prompts; {told}"
+        fields |= {"identity": identity, "served": step, "weights_step": step, "trained": []}
+        for name in ("step_of", "first_step_of"):
+            fields[name] = [pair for pair in fields[name] if pair[1] <= step]
+        if why := state[FORKED] or _other_order(state["identity"], identity):
+            fields |= {"taken": 0, "judged": [], "dropped": {}}
+            again, told = [], f"the dataset begins at its start: {why}"
+    return [Record("state", fields, {}), *([groups_opened(again, None)] if again else [])], kind, told
 
 
 def _without_outstanding(tokens: dict[str, int]) -> dict[str, int]:

@@ -95,10 +95,9 @@ class GroupSampler:
             self._report("journal_damaged", detail=damage)
         opened: list[Record] = []
         if self._state.is_empty and state:
-            begun = journal_start(state, self._identity, first_step - 1)
-            self._state.apply(begun.state)
-            opened = begun.opened
-            self._report(begun.kind, detail=begun.message)
+            (snapshot, *opened), kind, told = journal_start(state, self._identity, first_step - 1)
+            self._state.apply(snapshot)
+            self._report(kind, detail=told)
         # Snapshot and reopened groups share a commit: a kill between two commits would lose prompts.
         await asyncio.to_thread(self._journal.rotate, self._state.snapshot(), *opened)
         for record in opened:

@@ -180,7 +180,7 @@ class SamplerLoop:
         answers, restarts = self._stepper.take_results()
         segments = [one for one in arrived if self._is_open(one.group)]
         answers = [one for one in answers if self._is_open(one.group)]
-        restarts = [one for one in restarts if self._is_open(one.group)]
+        restarts = [one for one in restarts if self._is_open(one[0])]
         events, self._events = self._events, []
         # Results come first: applied after a queued drop of their group, they would reopen it.
         events[:0] = [
@@ -197,7 +197,7 @@ class SamplerLoop:
             self._act_on(event)
         changed = [(one.group, one.sample) for one in segments]
         changed += [(one.group, one.sample) for one in answers]
-        changed += [(one.group, one.sample) for one in restarts]
+        changed += [(group, sample) for group, sample, _ in restarts]
         for group, sample in changed:
             self._continue(group, sample)
         for group in {group.number: group for group, _ in changed}.values():

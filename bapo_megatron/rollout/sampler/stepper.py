@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import NamedTuple
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.rollout.engines.requests import Dataset
@@ -15,13 +14,8 @@ from bapo_megatron.rollout.sampler.events import Given
 from bapo_megatron.rollout.sampler.state import OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.turns import Environments, TurnTaker, turn_takers
 
-
-class Restart(NamedTuple):
-    """A response to be sampled anew because its environment cannot be restored, and the reason."""
-
-    group: OpenGroup
-    sample: int
-    why: str
+Restart = tuple[OpenGroup, int, str]
+"""A response to be sampled anew because its environment cannot be restored: group, position, reason."""
 
 
 class Stepper:
@@ -107,7 +101,7 @@ class Stepper:
         try:
             answer = await turns.answer(prompt, response, name)
             if isinstance(answer, str):
-                self._restarts.append(Restart(group, sample, answer))
+                self._restarts.append((group, sample, answer))
             else:
                 self._answers.append(Given(group, sample, response.tokens, attempt, answer))
         finally:

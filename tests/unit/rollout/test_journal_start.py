@@ -80,8 +80,8 @@ async def test_a_kill_before_the_resampling_loses_no_prompt(tmp_path: Path) -> N
 def test_the_records_by_hand() -> None:
     """Of 100 sampled tokens 70 were trained on and 10 dropped: the other 20 are lost, and counted so."""
     cooler = {**OURS, "rollout.temperature": 0.5}
-    found = journal_start({**STATE, FORKED: None}, cooler, 2)
-    assert found.state.fields == {
+    (found, *opened), _, message = journal_start({**STATE, FORKED: None}, cooler, 2)
+    assert found.fields == {
         **{name: STATE[name] for name in ("next_number", "taken", "served", "weights_step")},
         **{name: STATE[name] for name in ("step_of", "first_step_of", "dropped")},
         "identity": cooler,
@@ -89,23 +89,21 @@ def test_the_records_by_hand() -> None:
         "trained": [],
         "judged": [STATE["judged"][1]],  # group 7 is judged again
     }
-    assert [record.fields for record in found.opened] == [{"groups": [[7, 0, 7], [8, 0, 8]], "taken": None}]
-    assert found.message.startswith(
-        "the dataset continues after 9 prompts; the prompts of 2 unfinished groups"
-    )
+    assert [record.fields for record in opened] == [{"groups": [[7, 0, 7], [8, 0, 8]], "taken": None}]
+    assert message.startswith("the dataset continues after 9 prompts; the prompts of 2 unfinished groups")
     for why, ours, told in (
         (None, {**OURS, "seed": 2, "prompts": 9}, "prompts is 9, and was 12, seed is 2, and was 1"),
         ("data.path is b, and was a", OURS, "data.path is b, and was a"),
     ):
-        begun = journal_start({**STATE, FORKED: why}, ours, 2)
-        assert (begun.state.fields["taken"], begun.state.fields["judged"], begun.opened) == (0, [], [])
-        assert begun.message == f"the dataset begins at its start: {told}"
+        (begun, *opened), _, message = journal_start({**STATE, FORKED: why}, ours, 2)
+        assert (begun.fields["taken"], begun.fields["judged"], opened) == (0, [], [])
+        assert message == f"the dataset begins at its start: {told}"
     within = {**OURS, "environment.function": "a:B", "rollout.group_size": "2 episodes of an environment"}
-    assert journal_start({**STATE, FORKED: None}, within, 2).state.fields["taken"] == 9
-    repeated = journal_start({**STATE, FORKED: None}, OURS, 1)  # of a run that was killed and repeated step 2
-    fields = repeated.state.fields
+    assert journal_start({**STATE, FORKED: None}, within, 2)[0][0].fields["taken"] == 9
+    # Of a run that was killed and repeated step 2.
+    fields = journal_start({**STATE, FORKED: None}, OURS, 1)[0][0].fields
     assert (fields["served"], fields["weights_step"]) == (1, 1)
     assert fields["step_of"] == fields["first_step_of"] == [[0, 0], [4, 1]]
-    lost = journal_start(STATE, OURS, 2)
-    assert lost.state.fields["trained"] == STATE["trained"]
-    assert lost.kind == "journal_missing"
+    (lost, *_), kind, _ = journal_start(STATE, OURS, 2)
+    assert lost.fields["trained"] == STATE["trained"]
+    assert kind == "journal_missing"

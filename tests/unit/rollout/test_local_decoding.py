@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import AsyncMock
 
@@ -15,7 +16,7 @@ from bapo_megatron.rollout.engines.local_engine import LocalEngine, LocalModel
 from bapo_megatron.types import GenerateRequest, SamplingParams
 from tests.support.checkpoint_models import load_tensors, save_tensors
 from tests.support.fp8 import in_bfloat16, save_fp8_folder
-from tests.support.models import EXPERTS, save_tiny_model
+from tests.support.models import EXPERTS, HYBRID, save_tiny_model
 
 REQUESTS = [
     GenerateRequest(f"{n}", np.array(ids, np.int32), SamplingParams(1.0, 9, (1,), n))
@@ -33,6 +34,22 @@ def test_log_probs_at_a_real_vocabulary_are_those_of_float64(entries: int) -> No
     expected = logits.double().log_softmax(1).gather(1, token[:, None])[:, 0]
     assert token[1] == logits[1].argmax()
     torch.testing.assert_close(log_prob.double(), expected, rtol=5e-7, atol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", HYBRID])
+def test_rows_of_equal_prompts_that_end_early_leave_the_others_as_they_are(
+    family: str, tmp_path: Path
+) -> None:
+    """Their keys, values and states are repeated after the prompt, and dropped from the batch."""
+    model = LocalModel(save_tiny_model(family, tmp_path), max_batch=64)
+    asked = [
+        replace(request, params=replace(request.params, max_new_tokens=most, stop_token_ids=()))
+        for request, most in zip(REQUESTS, (3, 9, 12, 2), strict=True)
+    ]
+    for one, (alone,) in zip(model.generate(asked), map(model.generate, zip(asked)), strict=True):
+        assert one.token_ids_R.tolist() == alone.token_ids_R.tolist()
+        np.testing.assert_allclose(one.log_probs_R, alone.log_probs_R, atol=1e-4)
+    model.close()
 
 
 async def loaded(model: LocalModel, folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""Context managers that limit the CPU time of a block of code, for the main thread of a reward worker.
+"""Limit of the CPU time of a block of code, for the main thread of a reward worker.
 
-Past the limit ``cpu_limit`` raises OutOfTime, a BaseException, in the block; ``fatal_cpu_limit`` kills the
-process. Under a wall-clock limit a correct answer could count as wrong on a busy or paused machine.
+Past the limit ``cpu_limit`` raises OutOfTime, a BaseException, in the block. Under a wall-clock limit a
+correct answer could count as wrong on a busy or paused machine.
 """
 
 from __future__ import annotations
@@ -37,15 +37,3 @@ def cpu_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
-
-
-@contextmanager
-def fatal_cpu_limit(seconds: float) -> Iterator[None]:
-    """Kill the process with SIGPROF once the block has taken ``seconds`` of CPU time, even in C code. For the
-    main thread of a child process that can be restarted."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)

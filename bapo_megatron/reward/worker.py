@@ -12,8 +12,11 @@ of math_verify_compare.py.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
+import resource
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +27,6 @@ from bapo_megatron.config import RewardConfig
 from bapo_megatron.config.validation import REWARD_FUNCTIONS
 from bapo_megatron.reward import functions
 from bapo_megatron.reward.answer_text import THINKING
-from bapo_megatron.reward.cpu_time import fatal_cpu_limit
 from bapo_megatron.reward.sandbox.isolation import be_untraceable
 from bapo_megatron.reward.sandbox.sandbox import checked_sandbox
 from bapo_megatron.types import Prompt
@@ -48,15 +50,16 @@ def _prepared(settings: dict[str, Any] | None) -> Prepared:
     return Prepared({"score": score}, reward.memory_limit_mb, notes, own_files=(__file__,))
 
 
-COMPARISON_CPU_LIMIT_S = 8.0
-"""CPU time limit of a comparison in seconds, after which this process ends: four times the limit in
-``math_verify_compare.py``, which cannot interrupt an operation on big integers."""
+COMPARISON_CPU_LIMIT_S = 8
+"""CPU time limit of a comparison in seconds, after which the kernel ends this process: four times the limit
+in ``math_verify_compare.py``, which cannot interrupt an operation on big integers."""
 
 
 def _limited(compare: Callable[..., bool]) -> Callable[[list[Any]], bool]:
     def answer(arguments: list[Any]) -> bool:
-        with fatal_cpu_limit(COMPARISON_CPU_LIMIT_S):
-            return compare(*arguments)
+        used_s, most = math.ceil(time.process_time()), resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (used_s + COMPARISON_CPU_LIMIT_S, most))
+        return compare(*arguments)
 
     return answer
 

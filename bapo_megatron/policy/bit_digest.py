@@ -76,51 +76,38 @@ def state_digest(weights: WeightMap, optimizer: Any) -> dict[str, list[str]]:
 
 def merged(ranks: Sequence[RankSums]) -> dict[str, list[str]]:
     """Merge the sums of all ranks, in any order, into the digests of the whole state."""
-    copies = {name: _Copies.of(name, ranks) for name in (WEIGHTS, *STATES)}
-    values_of = {WEIGHTS: copies[WEIGHTS].of_weights(), **{name: copies[name].of_state() for name in STATES}}
+    ranks = sorted(ranks, key=lambda rank: (rank.replica, rank.tensor, rank.expert_replica))
+    sums = {WEIGHTS: _of_weights(ranks), **{name: _of_state(name, ranks) for name in STATES}}
+    digests = {name: [f"{value % 2**64:016x}" for value in values] for name, values in sums.items()}
     steps = sorted({step for rank in ranks for step in rank.steps})
-    digests = {name: [f"{value % 2**64:016x}" for value in values] for name, values in values_of.items()}
     return {
         **{name: list(dict.fromkeys(values)) for name, values in digests.items()},
         STEP: [*map(str, steps)],
     }
 
 
-@dataclass(frozen=True)
-class _Copies:
-    """Digest sums of one name (weights or an optimizer state) by the ranks that hold a copy, separately for
-    TP-sharded, TP-replicated and expert parameters. Shows whether all copies agree."""
+def _of_weights(ranks: Sequence[RankSums]) -> list[int]:
+    """The sum of the checkpoint's copy, then one sum per other copy, which replaces its counterpart. A
+    replica has a copy of the TP-sharded parameters, each of its TP ranks one of the replicated parameters, an
+    expert replica one of the experts."""
+    cut, whole, experts = Counter[int](), Counter[tuple[int, int]](), Counter[int]()
+    for rank in ranks:
+        own = rank.sums[WEIGHTS]
+        cut[rank.replica] += own[_CUT]
+        whole[rank.replica, rank.tensor] += own[_WHOLE]
+        experts[rank.expert_replica] += own[_EXPERT]
+    dense = [cut[replica] + value for (replica, _), value in whole.items()]
+    first, *others = (value for _, value in sorted(experts.items()))
+    return [*(value + first for value in dense), *(dense[0] + value for value in others)]
 
-    cut: dict[int, int]
-    """By replica."""
-    whole: dict[tuple[int, int], int]
-    """By replica and TP rank; every TP rank holds all of these parameters."""
-    experts: dict[int, int]
-    """By expert replica."""
 
-    @staticmethod
-    def of(name: str, ranks: Sequence[RankSums]) -> _Copies:
-        cut, whole, experts = Counter[int](), Counter[tuple[int, int]](), Counter[int]()
-        for rank in sorted(ranks, key=lambda rank: (rank.replica, rank.tensor, rank.expert_replica)):
-            sums = rank.sums[name]
-            cut[rank.replica] += sums[_CUT]
-            whole[rank.replica, rank.tensor] += sums[_WHOLE]
-            experts[rank.expert_replica] += sums[_EXPERT]
-        return _Copies(dict(cut), dict(whole), dict(sorted(experts.items())))
-
-    def of_weights(self) -> list[int]:
-        """The sum of the checkpoint's copy, then one sum per other copy, which replaces its counterpart."""
-        dense = [self.cut[replica] + value for (replica, _), value in self.whole.items()]
-        first, *others = self.experts.values()
-        return [*(value + first for value in dense), *(dense[0] + value for value in others)]
-
-    def of_state(self) -> list[int]:
-        """Sums over all replicas (optimizer shards exist once), one per TP rank's replicated parameters."""
-        total = sum(self.cut.values()) + sum(self.experts.values())
-        whole = Counter[int]()
-        for (_, tensor), value in self.whole.items():
-            whole[tensor] += value
-        return [total + value for value in whole.values()]
+def _of_state(name: str, ranks: Sequence[RankSums]) -> list[int]:
+    """Sums over all replicas (optimizer shards exist once), one per TP rank's replicated parameters."""
+    total = sum(rank.sums[name][_CUT] + rank.sums[name][_EXPERT] for rank in ranks)
+    whole = Counter[int]()
+    for rank in ranks:
+        whole[rank.tensor] += rank.sums[name][_WHOLE]
+    return [total + value for value in whole.values()]
 
 
 def _sums(weights: WeightMap, optimizer: Any) -> dict[str, tuple[int, ...]]:

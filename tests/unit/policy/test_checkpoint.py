@@ -11,7 +11,7 @@ from bapo_megatron.policy.bit_digest import WEIGHTS, RankSums, merged
 from bapo_megatron.policy.optimizer_state import STATES
 
 CUT, WHOLE, EXPERT = 10, 1000, 100_000
-STATE = {name: (number, 0, 0) for number, name in enumerate(STATES, 1)}
+STATE = {name: (number, 10 * number, 100 * number) for number, name in enumerate(STATES, 1)}
 
 
 def ranks(replicas: int = 2, tensor: int = 2, expert_replicas: int = 2) -> list[RankSums]:
@@ -32,7 +32,8 @@ def test_copies_that_agree_have_one_digest() -> None:
     found = merged(ranks())
     assert found[WEIGHTS] == hexadecimal(2 * CUT + WHOLE + 2 * EXPERT)
     numbers = range(1, len(STATES) + 1)
-    assert [found[name] for name in STATES] == [hexadecimal(4 * number) for number in numbers]
+    # Of the whole ones the two replicas have a share each, on both TP ranks.
+    assert [found[name] for name in STATES] == [hexadecimal((4 + 20 + 400) * number) for number in numbers]
     assert found["step"] == ["7"]
 
 
@@ -44,3 +45,9 @@ def test_a_copy_that_differs_has_a_digest_of_its_own(kind: str, value: int, more
     all_ranks[-1] = dataclasses.replace(all_ranks[-1], sums=sums)
     whole = 2 * CUT + WHOLE + 2 * EXPERT
     assert merged(all_ranks)[WEIGHTS] == hexadecimal(whole, whole + more)
+
+
+def test_a_tp_ranks_state_that_differs_has_a_digest_of_its_own() -> None:
+    all_ranks, name = ranks(), STATES[0]
+    all_ranks[-1] = dataclasses.replace(all_ranks[-1], sums={**all_ranks[-1].sums, name: (1, 17, 100)})
+    assert merged(all_ranks)[name] == hexadecimal(4 + 20 + 400, 4 + 27 + 400)

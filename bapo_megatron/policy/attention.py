@@ -163,23 +163,20 @@ def flash_attention(
     scale: float,
 ) -> Tensor:
     """Attention [tokens, heads, head_dim] of this rank's queries; documents ``bounds[d]:bounds[d + 1]``."""
-    plan = _key_plan(bounds, size, rank, query_LHD.device)
-    if size > 1:  # two chunks of a document see overlapping keys: (2 x size + 1) chunks instead of 2 x size
-        key_THD, value_THD = key_THD[plan.key_rows], value_THD[plan.key_rows]
-    return _varlen(query_LHD, key_THD, value_THD, plan, scale)
-
-
-def _varlen(query_LHD: Tensor, key_KHD: Tensor, value_KHD: Tensor, plan: _KeyPlan, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10
 
+    plan = _key_plan(bounds, size, rank, query_LHD.device)
+    key_KHD, value_KHD = key_THD, value_THD
+    if size > 1:  # two chunks of a document see overlapping keys: (2 x size + 1) chunks instead of 2 x size
+        key_KHD, value_KHD = key_THD[plan.key_rows], value_THD[plan.key_rows]
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
-    groups = query_LHD.size(1) // key_KHD.size(1)
+    groups = query_LHD.size(1) // key_THD.size(1)
     if "enable_gqa" in signature(varlen_attn).parameters:
         options["enable_gqa"] = groups > 1
     else:  # torch 2.11
         key_KHD, value_KHD = (x.repeat_interleave(groups, 1) for x in (key_KHD, value_KHD))
-    bounds = plan.query_bounds, plan.key_bounds, plan.most_queries, plan.most_keys
-    return cast(Tensor, varlen_attn(query_LHD, key_KHD, value_KHD, *bounds, **options))
+    limits = plan.query_bounds, plan.key_bounds, plan.most_queries, plan.most_keys
+    return cast(Tensor, varlen_attn(query_LHD, key_KHD, value_KHD, *limits, **options))
 
 
 class _KeyPlan:

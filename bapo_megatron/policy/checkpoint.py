@@ -72,13 +72,14 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     Raises CheckpointError, on every rank, if it is damaged or would run code (``stored_checkpoint.py``), and
     RuntimeError if it belongs to another model or cannot be read.
     """
-    inner = list(_torch_adams(optimizer))
+    adams = []
     for wrapper in optimizer.chained_optimizers:
         _keep_moments_on_load(wrapper.optimizer)
-    # First: megatron loads into existing moments.
-    for wrapper, adam in inner:
-        _create_adam_state(adam)
-        _add_step_on_load(wrapper, adam)
+        if isinstance(wrapper.optimizer, torch.optim.AdamW):
+            # First: megatron loads into existing moments.
+            _create_adam_state(wrapper.optimizer)
+            _add_step_on_load(wrapper, wrapper.optimizer)
+            adams.append(wrapper.optimizer)
     stored = _opened(path)
     state = _read(_state(model, optimizer, loading=True), stored)
     for name, chunk in _named_chunks(model):
@@ -89,7 +90,7 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
         optimizer.load_state_dict(state["optimizer"])
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
-    for _, adam in inner:
+    for adam in adams:
         _separate_step_tensors(adam)
 
 
@@ -175,12 +176,6 @@ def _named_chunks(model: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "step")}
-
-
-def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
-    for wrapper in optimizer.chained_optimizers:
-        if isinstance(wrapper.optimizer, torch.optim.AdamW):
-            yield wrapper, wrapper.optimizer
 
 
 def _create_state(wrapper: Any) -> None:

@@ -20,7 +20,6 @@ the rule [batch, heads, chunks, tokens, width].
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -29,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import all_to_all, copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
@@ -42,14 +42,6 @@ from bapo_megatron.policy.megatron_versions import split_tensor_factory
 _EPS = 1e-6  # epsilon of query and key normalization, as in Hugging Face's models
 
 
-@dataclass
-class DeltaNetModules:
-    """Classes of a Gated DeltaNet layer's two linear submodules, input and output projection, in its spec."""
-
-    in_proj: Any
-    out_proj: Any
-
-
 class DeltaNetBuilder(Builder):
     """Builder of Gated DeltaNet layers: puts ``DocumentDeltaNet`` into a layer's spec in place of attention.
     Its config field makes all norms of megatron's layers scale by 1 + w, as these models' do."""
@@ -59,9 +51,9 @@ class DeltaNetBuilder(Builder):
 
     def install(self, spec: ModuleSpec, config: TransformerConfig, longest: int) -> None:
         layer = spec.submodules
-        linear = layer.self_attention.submodules
-        modules = DeltaNetModules(linear.linear_qkv, linear.linear_proj)
-        layer.self_attention = ModuleSpec(DocumentDeltaNet, params={"kind": self.kind}, submodules=modules)
+        layer.self_attention = ModuleSpec(
+            DocumentDeltaNet, params={"kind": self.kind}, submodules=layer.self_attention.submodules
+        )
         names = layer.sharded_state_dict_keys_map
         if "input_layernorm." in names:
             names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
@@ -69,12 +61,13 @@ class DeltaNetBuilder(Builder):
 
 class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
     """Gated DeltaNet layer with megatron-core's parameter names and sharding. ``forward`` maps hidden states
-    [tokens, 1, hidden] of a pack to the same shape; collective over TP and CP."""
+    [tokens, 1, hidden] of a pack to the same shape; collective over TP and CP. ``submodules``: attention's;
+    its linear layers become the projections."""
 
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: DeltaNetModules,
+        submodules: SelfAttentionSubmodules,
         layer_number: int,
         kind: DeltaNet,
         pg_collection: Any,
@@ -87,7 +80,7 @@ class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
         heads, convolved = self.sections[-1], sum(self.sections[:3])
         options = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp}
         self.in_proj = build_module(
-            submodules.in_proj,
+            submodules.linear_qkv,
             config.hidden_size,
             sum(kind.sections),
             init_method=config.init_method,
@@ -105,7 +98,7 @@ class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.out_norm = GatedNorm(kind.value_dim, config.layernorm_epsilon)
         self.out_proj = build_module(
-            submodules.out_proj,
+            submodules.linear_proj,
             kind.values,
             config.hidden_size,
             init_method=config.output_layer_init_method,

@@ -159,8 +159,9 @@ class Setting:
         return self.default is inspect.Parameter.empty
 
     def __str__(self) -> str:
-        """Describe the setting: ``temperature: float above 0, default 1.0``."""
-        words = " ".join(filter(None, (_type_words(self.annotation), range_words(self.annotation))))
+        """Describe the setting: ``temperature: a number above 0, default 1.0``."""
+        kinds = " or ".join(map(_in_words, members(self.annotation)))
+        words = " ".join(filter(None, (kinds, range_words(self.annotation))))
         return f"{self.name}: {words}, " + ("needed" if self.needed else f"default {self.default!r}")
 
     def problem(self, value: Any) -> str | None:
@@ -216,15 +217,6 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def _type_of(default: Any) -> Any:
     return Any if default in (None, inspect.Parameter.empty) else type(default)
-
-
-def _type_words(annotation: Any) -> str:
-    return " or ".join(
-        _in_words(member)
-        if member is type(None) or get_origin(member) is Literal
-        else getattr(member, "__name__", str(member))
-        for member in members(annotation)
-    )
 
 
 # --- tables of a file ------------------------------------------------------------------------------

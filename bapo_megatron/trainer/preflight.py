@@ -9,7 +9,7 @@ supervised fine-tuning.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -210,13 +210,10 @@ def check_reference(config: RunConfig, tokenizer: Any) -> None:
         vocabulary = read_vocabulary(folder)
     except ConfigError as error:  # the folder readers name the policy's field
         raise ConfigError(str(error).replace("model.hf_path=", f"{REFERENCE_FIELD}=")) from None
-    names = [field.name for field in fields(ModelShape) if field.name != "max_positions"]
-    pairs = {name: (getattr(theirs, name), getattr(ours, name)) for name in names}
-    if different := [f"{name} {a} instead of {b}" for name, (a, b) in pairs.items() if a != b]:
+    if replace(theirs, max_positions=ours.max_positions) != ours:
         raise ConfigError(
-            f"{REFERENCE_FIELD}={folder} has another shape than the policy {config.model.hf_path}: "
-            f"{', '.join(different)}; the reference takes the policy's place in its own model, so give one "
-            "of the same shape"
+            f"{REFERENCE_FIELD}={folder} has another shape than the policy {config.model.hf_path}: the "
+            "reference takes the policy's place in its own model, so give one of the same shape"
         )
     if vocabulary != tokenizer.get_vocab():
         raise ConfigError(

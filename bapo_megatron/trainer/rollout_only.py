@@ -128,8 +128,6 @@ SHARE = "bapo/sampled_positive_share"
 0."""
 BELOW = "bapo/sampled_searches_below"
 """Metric: share of a step's searches below the target; None if this share does not decide the search."""
-RESPONSES = "bapo/sampled_search_responses"
-"""Metric: mean number of responses per such search."""
 
 
 def sampled_shares(
@@ -150,17 +148,14 @@ def sampled_shares(
     responses = [_responses(group, values, algorithm) for group in groups]
     shares: Metrics = {SHARE: _share([response for group in responses for response in group])}
     uses = algorithm.reuse_epochs, algorithm.updates_per_epoch
-    searches = [
-        search
+    below = [
+        share < algorithm.bounds.target
         for _, update in updates_of_step(responses, *uses, seed, step)
         for search in _searches([response for group in update for response in group], algorithm.bounds)
-        if _share(search) is not None
+        if (share := _share(search)) is not None
     ]
-    if not searches or not _share_decides(algorithm):
-        return {**shares, BELOW: None, RESPONSES: None}
-    below = [(_share(search) or 0.0) < algorithm.bounds.target for search in searches]
-    count = len(searches)
-    return {**shares, BELOW: sum(below) / count, RESPONSES: sum(map(len, searches)) / count}
+    is_known = below and _share_decides(algorithm)
+    return {**shares, BELOW: sum(below) / len(below) if is_known else None}
 
 
 _Response = tuple[float, int]

@@ -118,7 +118,11 @@ def test_settings_without_annotations_take_the_type_of_their_default() -> None:
     ("loss", "settings", "message"),
     [
         (WIDE, {"widening": 0}, r"widening=0 must be above 0; .* default 2.0$"),
-        (UNTYPED, {"extra": 1, "width": "x"}, r"width='x' must be a number; .* width: float, default 2.0$"),
+        (
+            UNTYPED,
+            {"extra": 1, "width": "x"},
+            r"width='x' must be a number; .* width: a number, default 2.0$",
+        ),
         (UNTYPED, {}, r"^algorithm.loss_settings.extra is missing: .* extra: Any, needed$"),
     ],
 )

@@ -282,11 +282,15 @@ def test_a_token_beyond_the_log_ratio_limit_has_no_gradient_and_a_finite_loss(na
             "sapo",
             {"temperature": 2},
             r"^algorithm.loss_settings.temperature=2: .* no such setting; its settings: "
-            r"temperature_positive: float above 0, default 1.0; .* default 1.05$",
+            r"temperature_positive: a number above 0, default 1.0; .* default 1.05$",
         ),
         ("sapo", {"temperature_positive": math.inf}, r"temperature_positive=inf is not a finite number; "),
-        ("sapo", {"temperature_positive": "1"}, r"temperature_positive='1' must be a number; .* float"),
-        ("dppo_kl", {"ratio_cap": "5"}, r"takes ratio_cap: float or None above 0, default None$"),
+        (
+            "sapo",
+            {"temperature_positive": "1"},
+            r"temperature_positive='1' must be a number; .* a number above 0",
+        ),
+        ("dppo_kl", {"ratio_cap": "5"}, r"takes ratio_cap: a number or None above 0, default None$"),
         ("cispo", {"ratio_low": 2.0, "ratio_high": 2.0}, r"ratio_low=2.0 must be below ratio_high=2.0"),
         ("ce_gppo", {"beta1": -0.1, "gamma": 1}, r"(?s)beta1=-0.1 must be at least 0.*\n.*gamma=1: "),
     ],

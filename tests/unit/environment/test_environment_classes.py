@@ -62,13 +62,17 @@ def test_a_wrong_class_is_refused_in_words(function: str, text: str) -> None:
         (
             "Python",
             {"limit_s": -1},
-            "limit_s=-1 must be above 0; .*Y takes limit_s: float above 0, default 10.0",
+            "limit_s=-1 must be above 0; .*Y takes limit_s: a number above 0, default 10.0",
         ),
-        ("Agent", {}, "command is missing: environment.function=x:Y takes command: list of a length of at"),
+        (
+            "Agent",
+            {},
+            "command is missing: environment.function=x:Y takes command: a list, each item text of a len",
+        ),
         (
             "Verifiers",
             {"taskset": {}, "envs": {}},
-            "envs={}: .* no such setting; .*; env: dict.*, default {}$",
+            "envs={}: .* no such setting; .*; env: a table, default {}$",
         ),
     ],
 )

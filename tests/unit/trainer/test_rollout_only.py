@@ -24,7 +24,6 @@ from bapo_megatron.tensor_types import TokenStats
 from bapo_megatron.trainer.records.recorder import StepClock
 from bapo_megatron.trainer.rollout_only import (
     BELOW,
-    RESPONSES,
     SHARE,
     RolloutRecord,
     means,
@@ -89,31 +88,31 @@ def test_masked_tokens_do_not_count() -> None:
 
 
 def test_groups_of_equal_rewards_have_no_share() -> None:
-    nothing = dict.fromkeys((SHARE, BELOW, RESPONSES))
+    nothing = dict.fromkeys((SHARE, BELOW))
     assert shares_of(algorithm_of(), sampled_group((1, 2), (1, 9))) == nothing
     assert shares_of(algorithm_of()) == nothing
 
 
 @pytest.mark.parametrize(
-    ("bounds", "below", "responses"),
+    ("bounds", "below"),
     [
-        ({}, 1.0, 4.0),  # 1/4 as a whole
+        ({}, 1.0),  # 1/4 as a whole
         # 20 tokens in two parts, the middles at 1, 4, 8 and 15: 3/2 over 3/2 + 8/4, which is above, and 0.
-        ({"scope": "micro_batch", "bounds_tokens": 10}, 0.5, 2.0),
+        ({"scope": "micro_batch", "bounds_tokens": 10}, 0.5),
         # In four parts of 5: (2, 4), (4), (), (10): 3/2 over 3/2 + 4/4 is above, and twice 0 below.
-        ({"scope": "micro_batch", "bounds_tokens": 5}, 2 / 3, 4 / 3),
-        ({"scope": "micro_batch", "bounds_tokens": 5, "target": 0.7}, 1.0, 4 / 3),
+        ({"scope": "micro_batch", "bounds_tokens": 5}, 2 / 3),
+        ({"scope": "micro_batch", "bounds_tokens": 5, "target": 0.7}, 1.0),
         # What a search sees is known only in a run, or is another share, or nothing is searched.
-        ({"scope": "micro_batch"}, None, None),
-        ({"share": "signed"}, None, None),
-        ({"weight": "rollout_probability"}, None, None),
-        ({"low_end": 0.6, "high_end": 1.2}, None, None),
+        ({"scope": "micro_batch"}, None),
+        ({"share": "signed"}, None),
+        ({"weight": "rollout_probability"}, None),
+        ({"low_end": 0.6, "high_end": 1.2}, None),
     ],
 )
-def test_searches_of_its_parts(bounds: dict[str, Any], below: float | None, responses: float | None) -> None:
+def test_searches_of_its_parts(bounds: dict[str, Any], below: float | None) -> None:
     found = shares_of(algorithm_of(**bounds), sampled_group(*SKEWED))
     assert found[SHARE] == pytest.approx(0.25)
-    assert (found[BELOW], found[RESPONSES]) == pytest.approx((below, responses))
+    assert found[BELOW] == (None if below is None else pytest.approx(below))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from bapo_megatron.algo.measurements import (
     UpdateSums,
     token_mean,
 )
-from bapo_megatron.algo.reference_kl import distillation_measurement, reference_measurement
+from bapo_megatron.algo.reference_kl import kl_measurement
 from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
 from bapo_megatron.algo.terms import Term, kl_terms, term_measurement
 from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
@@ -85,8 +85,7 @@ class Objective:
             *always[:first],
             *loss.measurements,  # a loss's metrics follow its clip fractions
             *always[first:],
-            *([reference_measurement(reference)] if reference is not None and reference.enabled else []),
-            *([distillation_measurement(distillation)] if distillation and distillation.enabled else []),
+            *(kl_measurement(config) for config in (reference, distillation) if config and config.enabled),
             *(term_measurement(label, term) for label, term in terms.items()),
             *([by_source(sources)] if sources else []),
         ]

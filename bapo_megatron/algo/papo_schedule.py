@@ -42,16 +42,6 @@ class BranchWeights(NamedTuple):
     contracting: float
 
 
-def phase(entropy: float, target: float, band: float) -> float:
-    """Phase of an entropy, -1 to 1: ``clip((target - entropy) / (band target), -1, 1)``; 1 is far too low.
-
-    ``entropy``, ``target``: nats per token; the phase is 0 at a target of 0.
-    """
-    if target <= 0:
-        return 0.0
-    return max(-1.0, min(1.0, (target - entropy) / (band * target)))
-
-
 class PapoSchedule:
     """PAPO's schedule of one run: the next update's weights, from the entropies of earlier updates.
 
@@ -66,10 +56,12 @@ class PapoSchedule:
 
     @property
     def phase(self) -> float:
-        """Phase of the moving average of the entropy; 0 before the first update."""
-        if self._entropy is None or self._target is None:
+        """Phase of the moving average of the entropy, -1 to 1, ``clip((target - entropy) / (band target), -1,
+        1)``: 1 is far too low. 0 before the first update, and at a target of 0."""
+        target = self._target or 0.0
+        if self._entropy is None or target <= 0:
             return 0.0
-        return phase(self._entropy, self._target, self._config.band)
+        return max(-1.0, min(1.0, (target - self._entropy) / (self._config.band * target)))
 
     @property
     def weights(self) -> BranchWeights:

@@ -4,8 +4,8 @@
     loss = policy loss + beta sum_t weight_t k_t     place=loss (GRPO)
     R    = R_outcome   - beta sum_t k_t              place=reward (PPO): k at pi_old, before the advantages
 
-``kl_loss`` returns the loss term of a pack, ``response_penalty`` the penalty in a response's reward, and the
-``*_measurement`` functions the metrics. With the teacher's log-probs for pi_ref the loss term is on-policy
+``kl_loss`` returns the loss term of a pack, ``response_penalty`` the penalty in a response's reward, and
+``kl_measurement`` the metrics. With the teacher's log-probs for pi_ref the loss term is on-policy
 distillation (arXiv 2306.13649). The estimators are Schulman's (2020, "Approximating KL Divergence",
 joschu.net/blog/kl-approx.html): for tokens of pi, k1 and k3 have the mean KL(pi || pi_ref), and k2 nearly. k3
 in the loss is GRPO's (arXiv 2402.03300, Eq. 4), k1 in the reward is RLHF PPO's (arXiv 1909.08593, Eq. 2).
@@ -32,7 +32,6 @@ Pure functions. Legend: ``_T`` tokens of a pack (a micro-batch), ``_N`` trained 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -63,16 +62,21 @@ def kl_estimate(
     return torch.expm1(log_q_T) - log_q_T
 
 
-def kl_loss(
-    stats: TokenStats, batch: MicroBatch, other_T: Tensor, config: ReferenceKlConfig | DistillationConfig
-) -> Tensor:
+def _other_T(batch: MicroBatch, config: ReferenceKlConfig | DistillationConfig) -> Tensor:
+    """Log-probs of the teacher or the reference, nats, [T]."""
+    is_teacher = isinstance(config, DistillationConfig)
+    return batch.teacher_log_prob_T if is_teacher else batch.reference_log_prob_T
+
+
+def kl_loss(stats: TokenStats, batch: MicroBatch, config: ReferenceKlConfig | DistillationConfig) -> Tensor:
     """KL loss of one pack, ``beta sum_t weight_t k_t``, a float64 scalar, differentiable in the log-probs.
 
-    ``config.unbiased`` multiplies each ``k_t`` by pi / pi_old. ``other_T``: log-probs of the reference or the
-    teacher, nats. Weights (importance weights, sequence means) and the divisor in the optimizer step are the
+    To the reference or the teacher, by the kind of ``config``, whose ``unbiased`` multiplies each ``k_t`` by
+    pi / pi_old. Weights (importance weights, sequence means) and the divisor in the optimizer step are the
     policy loss's.
     """
-    log_prob_T, other_T, weight_T = unmasked(batch.mask_T, stats.log_prob_T, other_T, batch.weight_T)
+    fields = (stats.log_prob_T, _other_T(batch, config), batch.weight_T)
+    log_prob_T, other_T, weight_T = unmasked(batch.mask_T, *fields)
     estimate_T = kl_estimate(log_prob_T, other_T, config.estimator)
     if isinstance(config, ReferenceKlConfig) and config.unbiased:
         [old_T] = unmasked(batch.mask_T, batch.old_log_prob_T)
@@ -89,50 +93,26 @@ def response_penalty(
     return config.coefficient * float(estimate_N.sum())
 
 
-def reference_measurement(config: ReferenceKlConfig) -> Measurement:
-    """Measurement of the distance to the reference, means over the tokens in the loss, in nats.
+def kl_measurement(config: ReferenceKlConfig | DistillationConfig) -> Measurement:
+    """Measurement of the distance to the reference or the teacher: means over the tokens in the loss, nats.
 
-    - ``reference_kl/k1``, ``reference_kl/k3``: KL estimates at the weights before the update
-    - ``reference_kl/penalty``: beta times the configured estimate: in the loss with the tokens' weights, as
-      its part of ``policy/loss``; in the reward at pi_old
+    - ``reference_kl/k1``, ``distillation/k1``, and ``.../k3``: estimates at the weights before the update
+    - ``distillation/loss``, ``reference_kl/penalty``: beta times the configured estimate: in the loss with
+      the tokens' weights, as its part of ``policy/loss``; in the reward at pi_old
     """
-
-    def penalty(view: PackView) -> Tensor:
-        batch = view.batch
-        if config.in_loss:
-            return kl_loss(view.stats, batch, batch.reference_log_prob_T, config)
-        old_T, reference_T = unmasked(batch.mask_T, batch.old_log_prob_T, batch.reference_log_prob_T)
-        return config.coefficient * kl_estimate(old_T, reference_T, config.estimator).sum()
-
-    return _distance("reference_kl", "penalty", lambda batch: batch.reference_log_prob_T, penalty)
-
-
-def distillation_measurement(config: DistillationConfig) -> Measurement:
-    """Measurement of the distance to the teacher, means over the tokens in the loss, in nats.
-
-    - ``distillation/k1``, ``distillation/k3``: KL estimates at the weights before the update
-    - ``distillation/loss``: its part of ``policy/loss``
-    """
-
-    def loss(view: PackView) -> Tensor:
-        return kl_loss(view.stats, view.batch, view.batch.teacher_log_prob_T, config)
-
-    return _distance("distillation", "loss", lambda batch: batch.teacher_log_prob_T, loss)
-
-
-def _distance(
-    name: str,
-    cost_name: str,
-    other: Callable[[MicroBatch], Tensor],
-    cost: Callable[[PackView], Tensor],
-) -> Measurement:
-    """Measurement of k1 and k3 to the log-probs ``other``, and of the resulting ``cost``."""
+    is_teacher = isinstance(config, DistillationConfig)
+    name, cost_name = ("distillation", "loss") if is_teacher else ("reference_kl", "penalty")
     names = [f"{name}/{metric}" for metric in ("k1", "k3", cost_name)]
 
     def sums(view: PackView) -> Tensor:
-        log_prob_T, other_T = unmasked(view.batch.mask_T, view.stats.log_prob_T, other(view.batch))
+        batch, given_T = view.batch, _other_T(view.batch, config)
+        log_prob_T, other_T = unmasked(batch.mask_T, view.stats.log_prob_T, given_T)
         estimates = [kl_estimate(log_prob_T, other_T, kind).sum() for kind in ("k1", "k3")]
-        return torch.stack([*estimates, cost(view)])
+        if config.in_loss:
+            return torch.stack([*estimates, kl_loss(view.stats, batch, config)])
+        [old_T] = unmasked(batch.mask_T, batch.old_log_prob_T)
+        cost = config.coefficient * kl_estimate(old_T, other_T, config.estimator).sum()
+        return torch.stack([*estimates, cost])
 
     def metrics(sums: Tensor, update: UpdateSums) -> Metrics:
         return dict(zip(names, (sums / update.tokens).tolist(), strict=True))

@@ -72,3 +72,8 @@ class DistillationConfig:
     def enabled(self) -> bool:
         """Whether there is a teacher."""
         return self.coefficient > 0
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the term is part of the loss: always, with a teacher."""
+        return self.enabled

@@ -13,6 +13,7 @@ pack (a micro-batch).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -49,14 +50,9 @@ def build_terms(algorithm: Any) -> dict[str, Term]:
     return terms
 
 
-def kl_terms(reference: ReferenceKlConfig | None, distillation: DistillationConfig | None) -> list[Term]:
+def kl_terms(*configs: ReferenceKlConfig | DistillationConfig | None) -> list[Term]:
     """The loss terms for the KL to a reference policy and to a teacher, if enabled."""
-    terms: list[Term] = []
-    if reference is not None and reference.in_loss:
-        terms.append(lambda stats, batch: kl_loss(stats, batch, batch.reference_log_prob_T, reference))
-    if distillation is not None and distillation.enabled:
-        terms.append(lambda stats, batch: kl_loss(stats, batch, batch.teacher_log_prob_T, distillation))
-    return terms
+    return [partial(kl_loss, config=config) for config in configs if config is not None and config.in_loss]
 
 
 def _summed(owner: str, cost: Callable[[TokenStats, MicroBatch], Tensor]) -> Term:

@@ -21,10 +21,10 @@ from bapo_megatron.algo.parts import CENTERED_ADVANTAGES
 from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.config import AlgorithmConfig, RunConfig
 from bapo_megatron.data.packing import updates_of_step
-from bapo_megatron.errors import Preempted, RunStopped
+from bapo_megatron.errors import Preempted
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.step_batches import step_path
-from bapo_megatron.runtime.distributed import barrier, broadcast_from_main, is_main
+from bapo_megatron.runtime.distributed import barrier, broadcast_from_main, is_main, on_all_ranks
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.jsonl_log import Row, read_jsonl
 from bapo_megatron.trainer.build import open_engines
@@ -97,13 +97,13 @@ def _sample(
         for step in range(first_step, config.steps + 1):
             clock = StepClock()
             batch = None
-            while not broadcast_from_main(batch is not None):
+            while batch is None:
                 watchdog.beat()
                 if reason := preemption.reason():
                     raise Preempted(f"{reason}; {step - 1} of {config.steps} steps are sampled")
                 batch = _batch_if_ready(sampler, step)
             clock.lap("rollout")
-            if record and batch:
+            if record:
                 record.step(step, batch, clock)
             if sampler and step < config.steps:
                 if step % config.checkpoint.every == 0:
@@ -112,14 +112,8 @@ def _sample(
 
 
 def _batch_if_ready(sampler: SamplerClient | None, step: int) -> StepHeader | None:
-    """Return the header of ``step`` on rank 0, if ready; raise RunStopped, on all ranks, if none can come."""
-    batch, stopped = None, None
-    try:
-        batch = sampler.next_batch(step, WAIT_S) if sampler else None
-    except RunStopped as error:
-        stopped = error
-    if stopped := broadcast_from_main(stopped):
-        raise stopped
+    """Return the header of ``step``, if ready; raise RunStopped, on all ranks, if none can come."""
+    batch = on_all_ranks(lambda: sampler.next_batch(step, WAIT_S) if sampler else None)[0]
     return batch if isinstance(batch, StepHeader) else None
 
 

@@ -14,7 +14,7 @@ from bapo_megatron.algo.bapo import balanced, grpo
 from bapo_megatron.algo.bounds import search_bounds
 from bapo_megatron.algo.losses.clip import contribution_fn
 from bapo_megatron.algo.papo import polarity, reweighted
-from bapo_megatron.algo.papo_schedule import BranchWeights, PapoConfig, PapoSchedule, phase
+from bapo_megatron.algo.papo_schedule import BranchWeights, PapoConfig, PapoSchedule
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.trainer.update_loss import UpdateLoss
@@ -83,7 +83,10 @@ def test_weights_follow_the_entropy_by_hand() -> None:
     assert control.weights == pytest.approx((1.26, 0.74))
     control.observe(8.0)
     assert control.weights == pytest.approx((0.6, 1.4))
-    assert phase(3.0, 0.0, 0.5) == 0.0  # a policy that was certain in its first update
+    certain = PapoSchedule(PapoConfig(True))  # a policy that was certain in its first update
+    for entropy in (-1e-9, 3.0):
+        certain.observe(entropy)
+    assert certain.phase == 0.0
 
 
 def test_a_continued_control_goes_on_where_it_was() -> None:

@@ -24,6 +24,7 @@ near 1 at equal weights indicates routes of other tokens or layers, or an engine
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -60,13 +61,16 @@ def check_engine_gap(
 
     A gap above its limits is a warning or, by ``on_gap``, a GapError on every rank. ``updates``: the updates'
     metrics, equal on every rank. ``is_first``: whether these are the first updates of this start with
-    colocated engines; a mean gap above ``FIRST_GAP_LIMIT`` then means other weights and stops the run.
+    colocated engines; a mean gap above ``FIRST_GAP_LIMIT``, or a larger ``gap_mean_limit`` (None: no limit),
+    then means other weights and stops the run.
     """
     excess = list(gap_excess(config, updates))
     if not excess:
         return
     message = f"step {step}: engine and trainer differ about the same tokens: {'; '.join(excess)}"
-    must_stop = is_first and has_other_weights(config, updates)
+    first = next((gap for update in updates if (gap := update.get("rollout/engine_gap_mean")) is not None), 0)
+    limit = math.inf if config.gap_mean_limit is None else max(FIRST_GAP_LIMIT, config.gap_mean_limit)
+    must_stop = is_first and not first <= limit  # nan is above any limit
     on_gap: Literal["warn", "stop"] = "stop" if must_stop else config.on_gap
     if recorder:
         recorder.engine_gap(step, message, on_gap)
@@ -78,16 +82,6 @@ def check_engine_gap(
             f"{message}{also}. Do the engines have the trainer's weights, temperature and precision? "
             f"If the gap is known and harmless, {way}"
         )
-
-
-def has_other_weights(config: AlgorithmConfig, updates: Sequence[Metrics]) -> bool:
-    """Return whether the mean gap of a step's first update proves that the engines have other weights. A
-    larger ``gap_mean_limit`` in the recipe replaces ``FIRST_GAP_LIMIT``; None disables the check."""
-    if config.gap_mean_limit is None:
-        return False
-    gaps = (gap for update in updates if (gap := update.get("rollout/engine_gap_mean")) is not None)
-    gap = next(gaps, None)
-    return gap is not None and not gap <= max(FIRST_GAP_LIMIT, config.gap_mean_limit)  # nan is above any
 
 
 def gap_excess(config: AlgorithmConfig, updates: Sequence[Metrics]) -> Iterator[str]:

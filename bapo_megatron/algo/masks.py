@@ -1,7 +1,7 @@
 """Masks: rules that exclude a response, or tokens of it, from an update before packing.
 
-``build_masks`` returns a run's masks (``algorithm.masks``: built-in and custom functions) with their metric
-names; ``taken_out`` calls one. A mask maps a ``Response`` to True (excludes it), False, or a bool per trained
+``build_masks`` returns a run's masks (``algorithm.masks``: built-in and custom functions); ``taken_out``
+calls one. A mask maps a ``Response`` to True (excludes it), False, or a bool per trained
 token, [N]; its further arguments are settings. It sees what earlier masks left. One replica evaluates the
 masks of a response and shares the counts, and the rank that packs the response evaluates them again
 (``trainer/masks.py``), so a mask must depend only on its argument.
@@ -145,13 +145,13 @@ def rollout_rs(
 # --- the masks of a run ------------------------------------------------------------------------------
 
 
-def build_masks(algorithm: Any) -> list[tuple[str, CheckedMask]]:
-    """The masks of an ``AlgorithmConfig``, with their metric names. Raises ConfigError for an unknown one."""
-    masks: list[tuple[str, CheckedMask]] = []
+def build_masks(algorithm: Any) -> list[CheckedMask]:
+    """The masks of an ``AlgorithmConfig``. Raises ConfigError for an unknown one."""
+    masks: list[CheckedMask] = []
     for number, part in enumerate(algorithm.masks):
         field = f"algorithm.masks[{number}]"
         mask = load_part(field, part.name, part.settings, MASKS)
-        masks.append((part.label, partial(taken_out, f"{field}={part.name}", mask)))
+        masks.append(partial(taken_out, f"{field}={part.name}", mask))
     return masks
 
 
@@ -171,7 +171,7 @@ def taken_out(owner: str, mask: Mask, response: Response) -> np.ndarray:
 def check_masks(algorithm: Any) -> None:
     """Preflight of the masks: call each on made-up responses. Raises ConfigError."""
     log_probs: Sequence[np.ndarray] = (np.array([-1.0, -2.0, -0.5]), np.array([-1.1, -1.9, -0.5]))
-    for _, mask in build_masks(algorithm):
+    for mask in build_masks(algorithm):
         for is_cut in (False, True):
             with tried_on("a made-up response of 3 tokens"):
                 mask(Response(-1.0, 3, is_cut, -1, lambda: (log_probs[0], log_probs[1])))

@@ -22,16 +22,14 @@ from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.samples import Sample, TrainingSample
 from bapo_megatron.types import Metrics, VersionSpan
 
-Masks = Sequence[tuple[str, CheckedMask]]
-"""Masks with their metric names; a mask with an empty name has no metrics."""
+Masks = Sequence[CheckedMask]
 
 
 def masks_of(algorithm: AlgorithmConfig) -> Masks:
     """Return a run's masks: the ratio limits of ``algorithm.corrections``, then ``algorithm.masks``."""
     config = algorithm.corrections
     rule = partial(taken_out, "algorithm.corrections", lambda one: is_outside(one.log_ratio_N, config))
-    limits: list[tuple[str, CheckedMask]] = [("", rule)] if config.compares_old else []
-    return [*limits, *build_masks(algorithm)]
+    return [*([rule] if config.compares_old else []), *build_masks(algorithm)]
 
 
 class Remaining(NamedTuple):
@@ -101,7 +99,7 @@ def _response(sample: TrainingSample, keep_N: np.ndarray, load: Callable[[], Sam
 def _kept(sample: TrainingSample, masks: Masks, load: Callable[[], Sample]) -> tuple[np.ndarray, list[float]]:
     """Return the remaining tokens, bool [N]; per mask, whether it emptied the sample and its token count."""
     keep_N, taken = np.ones(sample.predicted_tokens, np.bool_), []
-    for _, mask in masks:
+    for mask in masks:
         before = int(keep_N.sum())
         if before:
             keep_N[keep_N] = ~mask(_response(sample, keep_N.copy(), load))

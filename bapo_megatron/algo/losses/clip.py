@@ -6,8 +6,8 @@
 ``bapo_megatron.algo.bapo``. To search them, ``contribution_fn`` computes a pack's sums, and ``search_bounds``
 (or ``search_groups``) maps the reduced sums to bounds. With ``algorithm.bounds.scope=micro_batch`` each
 group, about ``bounds_tokens`` tokens of an update, has its own bounds. Groups depend only on the update's
-data: they are the same for every rank, layout and pack length, and need packs of ``pack_samples``; others
-raise ValueError. With ``bounds_tokens=None`` the packs that all ranks process together are one group.
+data: they are the same for every rank, layout and pack length, and need packs of ``pack_samples``. With
+``bounds_tokens=None`` the packs that all ranks process together are one group.
 
 Legend: ``_T`` tokens of a pack (a micro-batch), ``_G`` search groups of an update.
 """
@@ -73,22 +73,13 @@ def group_of_sequences(trained_tokens: tuple[int, ...], bounds_tokens: int) -> t
 
 def group_count(batch: MicroBatch, bounds_tokens: int) -> int:
     """Number of search groups in the update of the pack ``batch``."""
-    return 1 + max(_groups(batch, bounds_tokens), default=0)
+    return 1 + max(group_of_sequences(batch.trained_tokens, bounds_tokens), default=0)
 
 
 def group_of_tokens(batch: MicroBatch, bounds_tokens: int) -> Tensor:
     """Search group of each token of a pack, int64 [T]; 0 for tokens outside the loss."""
-    table = constant_on(batch.sequence_T.device, (0, *_groups(batch, bounds_tokens)), torch.int64)
-    return table[batch.sequence_T + 1]
-
-
-def _groups(batch: MicroBatch, bounds_tokens: int) -> tuple[int, ...]:
-    if len(batch.trained_tokens) != batch.sequences:
-        raise ValueError(
-            f"the pack knows the lengths of {len(batch.trained_tokens)} of {batch.sequences} sequences, "
-            "which groups of bounds_tokens need: make it by pack_samples"
-        )
-    return group_of_sequences(batch.trained_tokens, bounds_tokens)
+    groups = (0, *group_of_sequences(batch.trained_tokens, bounds_tokens))
+    return constant_on(batch.sequence_T.device, groups, torch.int64)[batch.sequence_T + 1]
 
 
 def contribution_fn(config: BoundsConfig) -> TokenFn:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import tyro
 
@@ -18,13 +18,6 @@ from bapo_megatron.errors import ConfigError, printable
 from checkpoints_tools.conversion import Conversion, Settings
 from checkpoints_tools.hf_to_megatron import reshard, to_megatron
 from checkpoints_tools.megatron_to_hf import to_hf
-
-
-class Command(Protocol):
-    """Interface of a command's parsed arguments: ``run`` runs it and returns the exit code."""
-
-    def run(self) -> int:
-        """Run the command. Returns the exit code."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +203,7 @@ def _tell(result: Conversion) -> None:
         print(printable(str(result)), flush=True)
 
 
-COMMANDS: dict[str, type[Command]] = {
+COMMANDS: dict[str, type[ToMegatron | ToHf | Reshard | Inspect | Verify]] = {
     "to-megatron": ToMegatron,
     "to-hf": ToHf,
     "reshard": Reshard,

@@ -58,8 +58,6 @@ class Conversion:
     nbytes: int
     """Bytes of the output files."""
     files: int
-    free: int
-    """Free bytes before the conversion."""
 
     def __str__(self) -> str:
         optimizer = f", {self.states} tensors of the optimizer" if self.states else ""
@@ -67,7 +65,7 @@ class Conversion:
             f"{self.source} -> {self.output}\n"
             f"  {self.tensors} tensors, {self.parameters:,} parameters{optimizer}, in {self.files} data "
             "files\n"
-            f"  {format_bytes(self.nbytes)} ({self.nbytes:,} bytes); {format_bytes(self.free)} are free"
+            f"  {format_bytes(self.nbytes)} ({self.nbytes:,} bytes)"
         )
 
 
@@ -77,7 +75,7 @@ def convert(
     """Write the folder of an output plan, whose paths are in ``temporary_folder(output)``; return the result.
     A dry run writes nothing. Raises ConfigError, leaving nothing behind, if the disk lacks space before or
     during the copy."""
-    free = check_space(output, plan.nbytes)
+    check_space(output, plan.nbytes)
     weights = [tensor for name, tensor in plan.tensors.items() if not name.startswith(OPTIMIZER)]
     result = Conversion(
         source,
@@ -87,7 +85,6 @@ def convert(
         len(plan.tensors) - len(weights),
         plan.nbytes,
         len(plan.sizes),
-        free,
     )
     if settings.dry_run:
         return result

@@ -22,9 +22,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,11 +68,11 @@ class StepExports:
         exports. ``after``: the user's command."""
         self._paths, self._model, self._every, self._on_event = paths, model, every, on_event
         self._after = after
-        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="export")
-        self._process: subprocess.Popen[str] | None = None
-        self._ended: Future[tuple[int, str, float]] | None = None
-        self._step, self._output = 0, paths.export
-        """Step and folder of the running export."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        """Standard error of the running export."""
+        self._step, self._output, self._began = 0, paths.export, 0.0
+        """Step, folder and start of the running export."""
         self._next: int | None = None
 
     def is_using(self, step: int) -> bool:
@@ -119,17 +119,18 @@ class StepExports:
 
     def poll(self) -> None:
         """Record the end of an export, and start a queued one."""
-        if self._ended is None or not self._ended.done():
+        if self._process is None or (code := self._process.poll()) is None:
             return
-        (code, stderr, seconds), step = self._ended.result(), self._step
-        self._process = self._ended = None
+        self._process, step, seconds = None, self._step, time.perf_counter() - self._began
         if code == 0:
             if self._has_command(step, self._output):
                 self._note(self._done() | {step_name(step)})  # durable before the event
             fields = {"step": step, "seconds": round(seconds, 3), "path": str(self._output)}
             self._on_event({"kind": "export_done", **fields})
         else:
-            self._failed(step, stderr.strip() or f"it ended with exit code {code}", seconds)
+            self._errors.seek(0)
+            told = self._errors.read().decode(errors="replace").strip()
+            self._failed(step, told or f"it ended with exit code {code}", seconds)
         if self._next is not None:
             waiting, self._next = self._next, None
             self.offer(waiting)
@@ -149,7 +150,8 @@ class StepExports:
                 self._process.wait(_CLEANING_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-        self._waiter.shutdown()
+                self._process.wait()
+        self._errors.close()
 
     def _is_due(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0
@@ -161,21 +163,17 @@ class StepExports:
             # Remove the record first: a kill before the command's end must not leave the export as done.
             self._note(self._done() - {step_name(step)})
             arguments.append(json.dumps(self._command(step, output)))
+        self._errors.seek(0)
+        self._errors.truncate()
+        nothing, module = subprocess.DEVNULL, "bapo_megatron.checkpoint.exports"
         try:
             self._process = start_module(
-                "bapo_megatron.checkpoint.exports",
-                *arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
+                module, *arguments, stdin=nothing, stdout=nothing, stderr=self._errors
             )
         except OSError as error:  # a limit on processes or memory, as in a container
             self._failed(step, f"its process cannot be started: {error}")
             return
-        self._step, self._output = step, output
-        self._ended = self._waiter.submit(_wait, self._process, time.perf_counter())
+        self._step, self._output, self._began = step, output, time.perf_counter()
         self._on_event({"kind": "export_started", "step": step})
 
     def _has_command(self, step: int, output: Path) -> bool:
@@ -200,11 +198,6 @@ class StepExports:
 
     def _note(self, done: set[str]) -> None:
         write_atomically(self._paths.after_export, json.dumps({"done": sorted(done)}, indent=2) + "\n")
-
-
-def _wait(process: subprocess.Popen[str], began: float) -> tuple[int, str, float]:
-    stderr = process.communicate()[1]
-    return process.returncode, stderr, time.perf_counter() - began
 
 
 def _filled(word: str, values: dict[str, str]) -> str:

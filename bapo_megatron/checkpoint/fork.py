@@ -76,7 +76,7 @@ def _same_source(directory: Path, fork: Fork, source: ForkSource) -> ForkSource:
 def _candidate(source: ForkSource) -> tuple[int, Path]:
     """Return step and path of the checkpoint that ``source`` names; raise ConfigError if there is none. A
     checkpoint within a step does not count: the batch of that step belongs to the other run."""
-    entries = newest_first(source.paths.checkpoints)
+    entries = newest_first(RunPaths(source.run).checkpoints)
     whole = {step: path for (step, updates), path in entries if not updates}
     step = max(whole, default=None) if source.step is None else source.step
     if step is not None and step in whole:

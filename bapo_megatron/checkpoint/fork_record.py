@@ -48,11 +48,6 @@ class ForkSource:
             return cls(Path(run), int(step))
         return cls(Path(text), None)
 
-    @property
-    def paths(self) -> RunPaths:
-        """Paths in the other run's directory."""
-        return RunPaths(self.run)
-
     def __str__(self) -> str:
         return str(self.run) if self.step is None else f"{self.run}:{self.step}"
 

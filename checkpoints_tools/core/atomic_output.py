@@ -137,8 +137,8 @@ def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
     return output
 
 
-def check_space(output: Path, nbytes: int) -> int:
-    """Return the free bytes for ``output``. Raises ConfigError if ``nbytes`` do not fit."""
+def check_space(output: Path, nbytes: int) -> None:
+    """Raise ConfigError if ``nbytes`` do not fit beside ``output``."""
     folder = next(parent for parent in output.parents if parent.is_dir())
     free = shutil.disk_usage(folder).free
     if nbytes > free:
@@ -146,7 +146,6 @@ def check_space(output: Path, nbytes: int) -> int:
             f"output {output} needs {nbytes:,} bytes and {folder} has {free:,} free: make room, or write "
             "elsewhere"
         )
-    return free
 
 
 @contextmanager

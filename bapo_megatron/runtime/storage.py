@@ -11,7 +11,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeGuard
 
@@ -67,7 +67,7 @@ def writing(what: str, path: Path) -> Iterator[None]:
             if isinstance(earlier, RunStopped):
                 raise earlier from None
         kind = FailingDiskError if _is_failing(problem, path) else DiskError
-        raise kind(f"{what} could not be written to {path}: {problem} ({_room(path)})") from error
+        raise kind(f"{what} could not be written to {path}: {problem}") from error
 
 
 def print_kept(_kind: str, *, path: str, reason: str) -> None:
@@ -156,29 +156,14 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_failing(problem: str, path: Path) -> bool:
-    """Whether the file system fails rather than being full."""
+    """Whether the file system fails rather than being full. ``path`` need not exist."""
     if problem != _CUT:
         return problem in _FAILING
+    existing = path.absolute()
     try:
-        statistics = _statistics(path)
+        while not existing.exists():
+            existing = existing.parent
+        statistics = os.statvfs(existing)
     except OSError:
         return True
     return statistics.f_bavail * statistics.f_frsize > _ROOM_BYTES and statistics.f_favail > 0
-
-
-def _statistics(path: Path) -> os.statvfs_result:
-    """Return statvfs of the file system of ``path``, which need not exist. Raises OSError if it fails."""
-    existing = path.absolute()
-    while True:
-        try:
-            return os.statvfs(existing)
-        except FileNotFoundError:
-            existing = existing.parent
-
-
-def _room(path: Path) -> str:
-    with suppress(OSError):
-        statistics = _statistics(path)
-        free_mb = statistics.f_bavail * statistics.f_frsize / 2**20
-        return f"{free_mb:,.0f} MB and {statistics.f_favail:,} files are free there now"
-    return "its file system does not answer"

@@ -30,9 +30,6 @@ from bapo_megatron.runtime.run_paths import RunPaths
 MARK = ".bapo-written.json"
 """File in a written folder: its writer, and the size of every other file."""
 
-_OWNERS = {"bapo": "a run of bapo, as its own export", "bapo-ckpt": "the command bapo-ckpt"}
-"""Descriptions for messages of the writers named in marks."""
-
 _DELETING = ".deleting-"
 """Suffix, followed by a random number, of folders being deleted."""
 
@@ -49,8 +46,6 @@ def foreign_content(folder: Path, writer: str) -> str | None:
     since do not count: replacing the folder loses nothing more."""
     if (kind := _kind(folder)) is not None:
         return kind
-    if is_run(folder):
-        return "is the directory of a run"
     if not os.path.lexists(folder / MARK):
         return f"has no {MARK}: it was made by something else, or by an earlier version"
     try:
@@ -60,8 +55,7 @@ def foreign_content(folder: Path, writer: str) -> str | None:
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"has a {MARK} that cannot be read ({error!s:.200})"
     if by != writer:
-        owner = _OWNERS.get(str(by), repr(str(by)[:80]))
-        return f"was written by {owner}, not by {_OWNERS.get(writer, writer)}"
+        return f"was written by {by!r:.80}, not by {writer}"
     return _unlisted(folder, {**files, MARK: None})
 
 
@@ -181,17 +175,12 @@ def _delete(folder: Path) -> None:
 
 
 def _kind(path: Path) -> str | None:
-    """Return why ``path`` cannot be an output folder (link, file, mount point), in words; None if it can."""
-    mode = path.lstat().st_mode
-    if stat.S_ISLNK(mode):
-        return f"is a link to {os.readlink(path)[:200]!a}"
-    if not stat.S_ISDIR(mode):
-        return "is a file" if stat.S_ISREG(mode) else "is a FIFO, a socket or a device"
-    if path.is_mount():
-        return "is a mount point"
+    """Return why ``path`` cannot be an output folder, in words; None if it can."""
+    if path.is_symlink() or not path.is_dir():
+        return "is a link, a file or a device, not a folder"
     home = Path(os.path.expanduser("~"))
-    if home.is_dir() and path.samefile(home):
-        return "is your home folder"
+    if path.is_mount() or (home.is_dir() and path.samefile(home)):
+        return "is a mount point or your home folder"
     return None
 
 

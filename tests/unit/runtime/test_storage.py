@@ -38,7 +38,7 @@ from tests.support.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.usefixtures("one_process_group")
 
-FULL = r"No space left on device \(\d+ MB and [\d,]+ files are free there now\)"
+FULL = "No space left on device"
 
 
 @pytest.fixture
@@ -175,8 +175,8 @@ def test_a_file_cut_short_is_judged_by_the_room(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return os.statvfs_result((1, 1, free_bytes, free_bytes, free_bytes, 9, 9, 9, 0, 255))
 
-    monkeypatch.setattr("bapo_megatron.runtime.storage._statistics", statistics)
-    with pytest.raises(DiskError, match="a file was cut short") as caught, writing("x", Path("y")):
+    monkeypatch.setattr("os.statvfs", statistics)
+    with pytest.raises(DiskError, match="a file was cut short") as caught, writing("x", Path("y/z")):
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
     assert report_error(caught.value) == code
 

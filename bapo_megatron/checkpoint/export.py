@@ -1,7 +1,7 @@
 """Export of a policy's streamed weights: ``export_hf`` writes them as a Hugging Face folder, blocking.
 
 For the final policy of a run and of SFT; ``exports.py`` exports checkpoints. If other content is at the
-output path, the preflight of SFT raises ConfigError (``check_export_output``); a run renames that content
+output path, the preflight of SFT raises ConfigError; a run renames that content
 (``move_foreign_aside``).
 """
 
@@ -42,7 +42,7 @@ def export_hf(
     ValueError if the weights are not the model's or have several dtypes, RunStopped if a write fails.
     """
     if dist.get_rank() == 0:
-        check_export_output(output)
+        check_replaceable(output, WRITER)
         with writing("the exported model", output), new_folder(output, WRITER) as folder:
             _write(weights, reference, folder, shard_bytes)
             write_mark(folder, WRITER)
@@ -71,8 +71,3 @@ def _write(weights: Iterator[tuple[str, Tensor]], reference: Path, folder: Path,
 
 def _write_tensor(plan: OutputPlan, name: str, tensor: Tensor) -> None:
     plan.write(name, tensor.detach().cpu().view(-1).view(torch.uint8).numpy().data)
-
-
-def check_export_output(output: Path) -> None:
-    """Preflight: raise ConfigError if ``output`` exists and is not an export of this program."""
-    check_replaceable(output, WRITER)

@@ -55,8 +55,8 @@ from bapo_megatron.interfaces import Policy
 from bapo_megatron.policy.layout import data_parallel_size, parallel_processes
 from bapo_megatron.runtime.device import silence_libraries
 from bapo_megatron.runtime.distributed import (
+    all_gather,
     broadcast_from_main,
-    gather,
     is_main,
     launched_world_size,
     run_processes,
@@ -82,9 +82,9 @@ def measure_tokens(policy: Policy, config: RunConfig, samples: Sequence[Sample])
             log_prob, entropy = (values[start : start + length].cpu().numpy().copy() for values in stats)
             mine[index] = (log_prob, entropy)
     by_sample: _BySample = {}
-    for ranks in gather(mine):  # ranks of one replica have the same values
+    for ranks in all_gather(mine):  # ranks of one replica have the same values
         by_sample = {**ranks, **by_sample}
-    ordered = broadcast_from_main([by_sample[index] for index in range(len(samples))] if is_main() else None)
+    ordered = [by_sample[index] for index in range(len(samples))]
     return TokenOutputs([log_prob for log_prob, _ in ordered], [entropy for _, entropy in ordered])
 
 

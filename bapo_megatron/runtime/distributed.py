@@ -362,13 +362,6 @@ def on_all_ranks(call: Callable[[], T]) -> list[T]:
     return [outcome for outcome, _ in outcomes]  # type: ignore[misc]
 
 
-def gather(value: T) -> list[T]:
-    """Return every rank's ``value`` in rank order on rank 0, [] elsewhere. Collective."""
-    boxes: list[Any] | None = [None] * dist.get_world_size() if is_main() else None
-    dist.gather_object(value, boxes)
-    return boxes or []
-
-
 def free_port() -> int:
     """Return a free TCP port below the ephemeral range, so no outgoing connection takes it before its user.
     The kernel takes outgoing ports from 32768 on (ip_local_port_range). Raises OSError if none is found."""

@@ -125,6 +125,8 @@ class RunPaths:
         """Exports with a successful ``checkpoint.after_export``."""
         self.on_event = root / "on_event.json"
         """Resume offset in events.jsonl of the ``logging.on_event`` targets."""
+        self.on_event_lock = self.logs / "on_event.lock"
+        self.on_event_log = self.logs / "on_event.log"
         self.engines = root / "engines"
         """Addresses of a Slurm job's rollout servers, one file each."""
         self.slurm_state = root / "slurm.state"
@@ -148,14 +150,6 @@ class RunPaths:
     def profile_of(self, step: int, rank: int, kind: str) -> Path:
         """Return a rank's profile in ``step``; ``kind`` ends its name."""
         return self.profile / f"{step_name(step)}_rank_{rank}.{kind}"
-
-    @property
-    def on_event_lock(self) -> Path:
-        return self.logs / "on_event.lock"
-
-    @property
-    def on_event_log(self) -> Path:
-        return self.logs / "on_event.log"
 
     def after_export_log(self, name: str) -> Path:
         """Return the log of ``checkpoint.after_export`` for the export ``name``."""

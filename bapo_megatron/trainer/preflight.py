@@ -20,7 +20,7 @@ from bapo_megatron.algo.advantages import check_advantage
 from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.algo.masks import check_masks
 from bapo_megatron.algo.terms import check_terms
-from bapo_megatron.checkpoint.export import check_export_output
+from bapo_megatron.checkpoint.export import WRITER
 from bapo_megatron.checkpoint.fork import check_fork
 from bapo_megatron.checkpoint.fork_record import ForkSource
 from bapo_megatron.checkpoint.run_directory import check_same_run, has_steps
@@ -53,6 +53,7 @@ from bapo_megatron.runtime.child_process import missing_program
 from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.event_targets import target_problems
 from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.runtime.written_folders import check_replaceable
 from bapo_megatron.trainer.reference import FIELD as REFERENCE_FIELD
 from bapo_megatron.trainer.suites import load_suites
 
@@ -160,7 +161,7 @@ def check_sft(config: SftConfig) -> None:
     """Preflight of supervised fine-tuning: raise ConfigError for the first problem."""
     config.check()
     tokenizer = check_model(config.model, config.parallel)
-    check_export_output(config.output)
+    check_replaceable(config.output, WRITER)
     from bapo_megatron.trainer.sft import load_solutions  # imports megatron-core, which takes seconds
 
     load_solutions(config, tokenizer)

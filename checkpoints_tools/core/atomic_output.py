@@ -113,11 +113,6 @@ def _write_all(descriptor: int, data: bytes | memoryview, position: int) -> None
         view, position = view[count:], position + count
 
 
-def lock_file(output: Path) -> Path:
-    """Return the hidden file that a run locks while it writes ``output``."""
-    return output.with_name(f".{output.name}.bapo.lock")
-
-
 def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
     """Return ``output`` as an absolute path. First moves an old output back that a killed run had moved
     aside. Raises ConfigError if it may not be written there."""
@@ -170,7 +165,7 @@ def atomic_output(output: Path) -> Iterator[Path]:
 @contextmanager
 def _only_writer(output: Path) -> Iterator[None]:
     """Hold the lock of ``output``, a file beside it, or raise ConfigError if another process does."""
-    path, folder = lock_file(output), temporary_folder(output)
+    path, folder = output.with_name(f".{output.name}.bapo.lock"), temporary_folder(output)
     in_use = ConfigError(f"another process is writing {folder}: wait for it, or end it")
     with open_lock(path) as lock:
         try:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bapo_megatron.checkpoint.export import WRITER, check_export_output, export_hf
+from bapo_megatron.checkpoint.export import WRITER, export_hf
 from bapo_megatron.config import ModelConfig, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.runtime import written_folders
-from bapo_megatron.runtime.written_folders import MARK, move_foreign_aside
+from bapo_megatron.runtime.written_folders import MARK, check_replaceable, move_foreign_aside
 from bapo_megatron.trainer.preflight import check_model
 from checkpoints_tools import to_hf, to_megatron
 from tests.support.checkpoint_models import folder_bytes, load_tensors, save_random_model
@@ -113,7 +113,7 @@ def test_others_are_kept(model: Path, tmp_path: Path) -> None:
     """What they are: tests/unit/checkpoints_tools/test_replaced_output.py."""
     output = tmp_path / "output"
     run_folder(output)
-    for refused in (lambda: check_export_output(output), lambda: export(model, output)):
+    for refused in (lambda: check_replaceable(output, WRITER), lambda: export(model, output)):
         with pytest.raises(ConfigError, match=r"output .*has no .*an earlier version"):
             refused()
     # A run's own export never fails for it at the run's end.

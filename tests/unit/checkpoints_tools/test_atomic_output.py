@@ -129,7 +129,7 @@ def test_a_lock_that_its_owner_has_deleted_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run before ends between this one's open and its lock: a third may have a lock of its own."""
-    flock, lock = fcntl.flock, atomic_output.lock_file(tmp_path / "output")
+    flock, lock = fcntl.flock, tmp_path / ".output.bapo.lock"
 
     def late(descriptor: int, how: int) -> None:
         lock.unlink()

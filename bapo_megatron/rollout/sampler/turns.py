@@ -129,16 +129,8 @@ class TurnTaker:
             return _end("failed", failed)
         if given.context + len(given.ids) >= self._max_response_tokens:  # leaves the model no token
             return _end("length", result)
-        return Answer(
-            given.ids,
-            result.observation,
-            after=given.after,
-            rewritten=given.rewritten,
-            reward=result.reward,
-            note=result.note,
-            metrics=result.metrics,
-            seconds=result.seconds,
-        )
+        place = {"after": given.after, "rewritten": given.rewritten}
+        return _answer(result, token_ids_R=given.ids, text=result.observation, **place)
 
     def _given(self, prompt: Prompt, response: Response, result: StepResult) -> _Given:
         """Return an observation's tokens, or a conversation's tokens beyond the turns that it repeats."""
@@ -225,15 +217,18 @@ def _placed(
 
 
 def _end(reason: FinishReason, result: StepResult) -> Answer:
+    return _answer(result, token_ids_R=np.zeros(0, np.int32), finish_reason=reason)
+
+
+def _answer(result: StepResult, **more: Any) -> Answer:
     return Answer(
-        np.zeros(0, np.int32),
-        finish_reason=reason,
         reward=result.reward,
         failure=result.failure,
         detail=result.detail,
         note=result.note,
         metrics=result.metrics,
         seconds=result.seconds,
+        **more,
     )
 
 

@@ -97,9 +97,8 @@ class MetricsLog:
         self._updates.append({"step": step, **metrics})
 
     def close(self) -> None:
-        self._steps.close()
-        self._updates.close()
-        self._evaluations.close()
+        for log in (self._steps, self._updates, self._evaluations):
+            log.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         self._boards.close()
@@ -138,8 +137,13 @@ class Boards:
             paths.logs.mkdir(exist_ok=True)
             if not paths.wandb_id.exists():
                 write_atomically(paths.wandb_id, uuid.uuid4().hex)
-        arguments = str(resume_step), str(catch_up_s)
-        self._processes = {name: _start_board(name, paths, *arguments) for name in names}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        for name in names:
+            program = "bapo_megatron.trainer.records.following", str(paths.root), name
+            with paths.tracker_log(name).open("ab") as log:
+                self._processes[name] = start_module(
+                    *program, str(resume_step), str(catch_up_s), stdin=subprocess.PIPE, stdout=log, bufsize=0
+                )
 
     def check(self) -> None:
         """Report each ended process once; the next start of the run restarts it."""
@@ -160,9 +164,3 @@ class Boards:
         message = f"{problem} ({why}): metrics.jsonl has them"
         self._report(kind, tracker=name, message=message)
         print(f"warning: {message}", flush=True)
-
-
-def _start_board(name: str, paths: RunPaths, *arguments: str) -> subprocess.Popen[bytes]:
-    program = "bapo_megatron.trainer.records.following", str(paths.root), name
-    with paths.tracker_log(name).open("ab") as log:
-        return start_module(*program, *arguments, stdin=subprocess.PIPE, stdout=log, bufsize=0)

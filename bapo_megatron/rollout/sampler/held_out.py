@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -85,16 +86,10 @@ class HeldOut:
         self._step: int | None = None  # step under evaluation, or due once its weights are loaded
         self._version = 0  # its weight version; tokens of other versions are refused
 
-    def start(self, first_step: int) -> None:
-        """Delete the results of ``first_step`` and later steps; undeletable ones remain in use."""
-        self._delete(lambda step: step >= first_step)
-
-    def delete(self, last: int) -> None:
-        self._delete(lambda step: step <= last)
-
-    def _delete(self, is_old: Callable[[int], bool]) -> None:
+    def delete(self, first: float = 0, last: float = math.inf) -> None:
+        """Delete the results of the steps ``first`` to ``last``; undeletable ones remain in use."""
         for (step, _), path in step_entries(self._paths.evaluation, ".jsonl"):
-            if is_old(step):
+            if first <= step <= last:
                 with self._old.deleting(path):
                     path.unlink()
 

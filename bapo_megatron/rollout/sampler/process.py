@@ -129,13 +129,13 @@ class Service:
         return methods
 
     async def _start(self, first_step: int, state: dict[str, Any] | None) -> None:
-        self._held_out.start(first_step)
+        self._held_out.delete(first=first_step)
         await self._sampler.start(first_step, state)
 
     async def _checkpointed(self, oldest: int) -> None:
         last = await self._sampler.checkpointed(oldest)
         # Keep the step's own file: the trainer may still read it.
-        await asyncio.to_thread(self._held_out.delete, last - 1)
+        await asyncio.to_thread(self._held_out.delete, 0, last - 1)
 
     async def _next_batch(self, step: int, wait_s: float) -> Path | Need | None:
         return self._path_or_need(await self._sampler.next_batch(step, wait_s))

@@ -123,9 +123,12 @@ async def test_only_due_and_missing_evaluations_run_and_those_of_a_resume_again(
         assert await evaluated(asked, 2) is not None
         assert len(made.engines[0].asked) == before
         (later := tmp_path / "evaluation/step_000004.jsonl").touch()
-        asked.start(3)
+        asked.delete(first=3)
         assert not later.exists()
-        assert await evaluated(asked, 2) is not None
+        (earlier := tmp_path / "evaluation/step_000001.jsonl").touch()
+        asked.delete(0, 1)
+        assert not earlier.exists()
+        assert (tmp_path / "evaluation/step_000002.jsonl").exists()
 
 
 async def test_training_requests_are_held_during_an_evaluation_in_rounds(tmp_path: Path) -> None:

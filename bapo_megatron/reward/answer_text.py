@@ -91,7 +91,9 @@ r"""Names that are units of measurement in ``\text{...}``, and in ``\mathrm{...}
 _MEASURED = re.compile(r"[0-9}](?:\s|\\[ ,;:!]|~){0,9}$")
 """A number, or the closing brace of a fraction, before a unit."""
 _FACTORIAL = re.compile(r"(?<!\\)!")
-_DERIVED = re.compile(r"\\d?frac\s{0,9}\{?\s{0,9}d(?:\^\{?\w\}?)?\s{0,9}[}{]|\bd/d[a-z]")
+_DERIVED = re.compile(
+    r"\\d?frac\s{0,9}\{?\s{0,9}(?:d|\\(?:math|text)rm\s{0,9}\{?\s{0,9}d\}?)(?:\^\{?\w\}?)?\s{0,9}[}{]|\bd/d[a-z]"
+)
 _SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\[,;:!\s]|~|\\q?quad(?![a-z]))+[0-9]")
 """Two numbers with only white space between them: ``3 4``."""
 _ONE_DIGIT = re.compile(

@@ -48,22 +48,6 @@ ROUNDING = 0.1
 EXACT_TOLERANCE = 1e-12
 """Maximum relative difference between values without decimals."""
 
-ARITHMETIC = "arithmetic"
-"""Kind of sums, products, powers and roots of numbers that an answer should have evaluated."""
-
-_CLASSES = {
-    **dict.fromkeys(("Sum", "Product"), "sum"),
-    **dict.fromkeys(("factorial", "factorial2", "binomial", "subfactorial"), "combinatorics"),
-    **dict.fromkeys(("floor", "ceiling"), "rounding"),
-    **dict.fromkeys(("Max", "Min"), "extremum"),
-    "Integral": "integral",
-    "Limit": "limit",
-    "Derivative": "derivative",
-    "Determinant": "determinant",
-    "log": "logarithm",
-    "Mod": "modulo",
-}
-_TRIGONOMETRY = ("sympy.functions.elementary.trigonometric", "sympy.functions.elementary.hyperbolic")
 _NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True)
 """math-verify's own without units, where it would also drop variables at the end."""
 _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
@@ -75,8 +59,9 @@ _LARGEST_EXPONENT = 100
 
 
 def equal(ground_truth: str, answer: str, allow_operations: bool = False) -> bool:
-    """Whether ground truth and answer are equal; False if that cannot be decided. An unevaluated operation is
-    not an answer, unless the ground truth has one of its kind or ``allow_operations`` is set."""
+    r"""Whether ground truth and answer are equal; False if that cannot be decided. Unevaluated arithmetic is
+    not an answer, unless the ground truth has some or ``allow_operations`` is set. Operations with a name
+    (``\sum``, ``\log``) are compared before, as text (math.py)."""
     if same_text(ground_truth, answer):  # math-verify may not be able to read it
         return True
     try:
@@ -139,17 +124,11 @@ def _is_an_answer(
         return True  # equal as text
     if differ(truth, said):
         return False
-    if allow_operations:
-        return True
-    if are_rearranged(truth, said):  # an equation has as many forms as a formula
-        return operations(said) - {ARITHMETIC} <= operations(truth)
-    known, used = operations(truth), set(operations(said))
-    if not is_symbolic(truth):
-        whole = are_integers(truth) and not has_quotient(ground_truth)
-        if (whole and has_quotient(answer)) or hides_rational(truth, said):
-            used.add(ARITHMETIC)
-        return used <= known
-    return used - {ARITHMETIC} <= known
+    if allow_operations or is_symbolic(truth) or are_rearranged(truth, said):
+        return True  # an equation has as many forms as a formula
+    whole = are_integers(truth) and not has_quotient(ground_truth)
+    is_left = has_arithmetic(said) or (whole and has_quotient(answer)) or hides_rational(truth, said)
+    return not is_left or has_arithmetic(truth)
 
 
 def _contradicts_itself(answer: str) -> bool:
@@ -159,6 +138,17 @@ def _contradicts_itself(answer: str) -> bool:
         if any(disagree(number, other) for number, other in pairwise(numbers)):
             return True
     return False
+
+
+def is_operation(ground_truth: str) -> bool:
+    """Whether a ground truth is itself an unevaluated operation."""
+    try:
+        parsed = _parse(ground_truth)[0]
+        return bool(
+            named_operations(ground_truth) or (not isinstance(parsed, str) and has_arithmetic(parsed))
+        )
+    except (Exception, OutOfTime):  # as above
+        return False
 
 
 def parses(ground_truth: str) -> bool:
@@ -187,19 +177,9 @@ def _parse_unlimited(answer: str) -> list[Any]:
 # --- checks of an answer's expression; they may raise whatever sympy does ------------------------
 
 
-def operations(expression: Any) -> frozenset[str]:
-    """Return the kinds of unevaluated operations in an expression; ``ARITHMETIC`` only between numbers."""
-    kinds: set[str] = set()
-    for part in _parts(expression):
-        for node in sympy.preorder_traversal(part):
-            kind = _CLASSES.get(type(node).__name__)
-            if type(node).__module__ in _TRIGONOMETRY:
-                kind = "trigonometry"
-            if kind is not None:
-                kinds.add(kind)
-        if _reducible(part):
-            kinds.add(ARITHMETIC)
-    return frozenset(kinds)
+def has_arithmetic(expression: Any) -> bool:
+    """Whether an answer has sums, products, powers or roots of numbers, which it should have evaluated."""
+    return any(map(_reducible, _parts(expression)))
 
 
 def is_symbolic(expression: Any) -> bool:

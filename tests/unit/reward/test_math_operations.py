@@ -21,7 +21,7 @@ RESTATED: list[tuple[str, ...]] = [
     ("120", r"\prod_{k=1}^{5} k", r"\binom{10}{3}", r"{10 \choose 3}", "5!"),
     (r"\frac{1}{3}", r"\int_0^1 x^2 dx"),
     ("1", r"\lim_{x\to 0} \frac{\sin x}{x}", r"\frac{1+2}{3}"),
-    ("2x", r"\frac{d}{dx} x^2"),
+    ("2x", r"\frac{d}{dx} x^2", r"\frac{\mathrm{d}}{\mathrm{d}x} x^2"),
     ("2", r"2^{100} \mod 7", r"\max(1,2)", "|3-5|", r"\frac{\sqrt{8}}{\sqrt{2}}"),
     ("4", r"\gcd(12,8)", r"\sqrt{16}"),
     ("14", r"\lfloor\sqrt{200}\rfloor", "2(3+4)"),

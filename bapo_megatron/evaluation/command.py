@@ -241,20 +241,11 @@ def comparison_text(comparisons: Sequence[Compared], a: str, b: str) -> str:
             f"  A {_points(row.a)}, B {_points(row.b)}, difference {100 * row.difference:+.1f} points "
             f"({100 * low:+.1f} to {100 * high:+.1f}); B is better on {row.better}, worse on {row.worse}",
             f"  p = {row.p_value:.3g} (sign flips over problems, exact): {verdict}",
-            f"  detectable: {_detectable(row.detectable)}",
+            f"  detectable in 4 of 5 comparisons like this: {_points(row.detectable)} points",
             *(f"  not sampled alike: {text}" for text in row.other_settings),
             *([f"  left out: {row.left_out} problems with a response not judged"] if row.left_out else []),
         ]
     return "\n".join(lines) + "\n"
-
-
-def _detectable(difference: float | None) -> str:
-    if difference is None:
-        return "not known, because all problems have the same difference; the interval says nothing"
-    return (
-        f"a true difference of {_points(difference)} points would show in 4 of 5 comparisons like this; a "
-        f"smaller one mostly would not"
-    )
 
 
 def _one_line(text: str) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config import RewardConfig, RunConfig
-from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS
+from bapo_megatron.config.validation import BOXED_REWARDS, REWARD_ENDPOINTS, REWARD_FUNCTIONS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import code, math
 from bapo_megatron.reward.code_tests import check_tests, is_tests
@@ -70,26 +70,23 @@ def ground_truth_check(function: str, begun: bool = False) -> Callable[[str], st
     """Return the check of ground truths for `math`, `code` or `math_or_code`: it returns the error of a text,
     or None. Returns None for any other function, which accepts every text. ``begun``: the run has steps and
     its ground truths were valid at the start, so the check accepts all."""
+    if function not in BOXED_REWARDS:
+        return None
+    if begun:
+        return lambda _truth: None
 
-    def check_math(ground_truth: str) -> str | None:
-        if is_tests(ground_truth):  # math-verify would read a set of letters
-            return "it holds the tests of a program; set reward.function=math_or_code"
-        return math.check_ground_truth(ground_truth)
-
-    def check_either(ground_truth: str) -> str | None:
-        return (check_tests if is_tests(ground_truth) else math.check_ground_truth)(ground_truth)
-
-    def check_one(ground_truth: str) -> str | None:
+    def check(ground_truth: str) -> str | None:
         if ground_truth.strip() == "-":  # placeholder in rows for environments
             return (
                 "'-' stands for no answer: where an environment gives the rewards set "
                 "reward.function=bapo_megatron.environment:unjudged, else leave the row out"
             )
-        return of[function](ground_truth)
+        if function == "math" and is_tests(ground_truth):  # math-verify would read a set of letters
+            return "it holds the tests of a program; set reward.function=math_or_code"
+        by_tests = function == "code" or is_tests(ground_truth)
+        return (check_tests if by_tests else math.check_ground_truth)(ground_truth)
 
-    of = {"math": check_math, "code": check_tests, "math_or_code": check_either}
-    check = check_one if function in of else None
-    return (lambda _truth: None) if begun and check else check
+    return check
 
 
 def extra_info_check(function: str) -> Callable[[dict[str, Any]], str | None] | None:
@@ -109,23 +106,17 @@ def built_in(reward: RewardConfig) -> BuiltIn:
         tasks()  # imported before the memory is limited
         return lambda prompt, response: score(prompt["extra_info"], response)
 
-    def math_is_right(ground_truth: str, response: str) -> bool:
+    limits = (reward.memory_limit_mb, reward.code_case_limit_s, CODE_SHARE * reward.time_limit_s)
+
+    def score_of(prompt: dict[str, Any], response: str) -> float:
+        truth = prompt["ground_truth"]
+        if reward.function == "code" or (reward.function == "math_or_code" and is_tests(truth)):
+            return float(code.program_is_right(truth, response, *limits, reward.sandbox_url))
         from bapo_megatron.reward.math_verify_compare import equal
 
-        allow = reward.math_allow_operations
-        return math.answer_is_right(ground_truth, response, equal, allow)
+        return float(math.answer_is_right(truth, response, equal, reward.math_allow_operations))
 
-    def code_is_right(ground_truth: str, response: str) -> bool:
-        limits = (reward.memory_limit_mb, reward.code_case_limit_s, CODE_SHARE * reward.time_limit_s)
-        return code.program_is_right(ground_truth, response, *limits, reward.sandbox_url)
-
-    def either_is_right(ground_truth: str, response: str) -> bool:
-        return (code_is_right if is_tests(ground_truth) else math_is_right)(ground_truth, response)
-
-    is_right = {"math": math_is_right, "code": code_is_right, "math_or_code": either_is_right}[
-        reward.function
-    ]
-    return lambda prompt, response: float(is_right(prompt["ground_truth"], response))
+    return score_of
 
 
 def _unusable(target: Any) -> str | None:

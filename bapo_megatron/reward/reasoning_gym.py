@@ -13,7 +13,6 @@ task, zebra_puzzles, needs pycosat, and thus a C compiler, to generate problems.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import json
 import math
@@ -72,9 +71,7 @@ def check_task(name: str, generates: bool = False) -> None:
     if name in UNUSABLE:
         raise ConfigError(f"reasoning-gym's task {name} cannot be used: {UNUSABLE[name]}")
     if name not in tasks():
-        near = difflib.get_close_matches(name, tasks(), 3, 0.5)
-        told = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(tasks())}"
-        raise ConfigError(f"reasoning-gym has no task {name!r}; {told}")
+        raise ConfigError(f"reasoning-gym has no task {name!r}; it has {', '.join(tasks())}")
     if generates and name == _NEED_COMPILED and importlib.util.find_spec(_COMPILED) is None:
         raise ConfigError(
             f"the task {name} needs {_COMPILED}, which is compiled: with a C compiler and Python.h "

@@ -90,7 +90,7 @@ def test_a_model_that_solves_none_is_not_said_to_be_measured_exactly(tmp_path: P
     assert "must differ by" not in text
     [found] = compare(*(finished(tmp_path / name / "s", [[False]] * 4) for name in "ab"))
     assert found.detectable is None
-    assert "detectable: not known" in comparison_text([found], "a", "b")
+    assert "  detectable in 4 of 5 comparisons like this: - points\n" in comparison_text([found], "a", "b")
 
 
 def test_a_setting_that_one_evaluation_alone_has_is_told_either_way(tmp_path: Path) -> None:

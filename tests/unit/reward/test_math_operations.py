@@ -67,6 +67,7 @@ def test_a_question_is_not_its_own_answer(row: tuple[str, ...]) -> None:
         ("3.14159265", r"\pi"),
         # formulas have many forms
         ("x^2+x-2", "(x-1)(x+2)"),
+        ("3x+6", "3(x+2)", r"3x+2\cdot 3"),
         # many values
         ("1,2", "(1,2)"),
         (r"\pm 3", "3, -3"),

@@ -146,6 +146,16 @@ def test_earlier_turns_count_in_decontamination(tmp_path: Path) -> None:
     assert [row["extra_info"]["row"] for row in kept(tmp_path)] == [1]
 
 
+def test_an_evaluation_set_has_its_own_columns(tmp_path: Path) -> None:
+    """The flags name those of the sources."""
+    against = write(tmp_path / "suite.jsonl", [{"problem": BAKER, "answer": "9"}])
+    rows = [{"body": BAKER, "out": "9", "of": "a"}, {"body": GOATS, "out": "19", "of": "b"}]
+    named = {"question_column": "body", "answer_column": "out", "source_column": "of"}
+    card = prepared(tmp_path, rows, against=(against,), drop_columns=("of",), **named)
+    assert card.dropped == {"contaminated": 1}
+    assert questions(tmp_path) == [GOATS]
+
+
 @pytest.mark.parametrize(
     ("answers", "dropped"),
     [

@@ -60,6 +60,16 @@ def test_problems_of_tasks_in_equal_shares(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+def test_problems_do_not_depend_on_the_order_of_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This task draws from a set of texts, whose order follows the interpreter's hash seed."""
+    found = []
+    for seed in ("1", "2"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        found.append(generated_rows("reasoning-gym:ransom_note", 3, 0, {}))
+    assert found[0] == found[1]
+
+
+@pytest.mark.integration
 def test_a_task_that_does_not_exist_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--size", "3", "--output", str(tmp_path / "out")]
     assert run(["data", "prepare", "reasoning-gym:chain_sums", *flags]) == 2

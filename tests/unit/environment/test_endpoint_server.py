@@ -181,6 +181,34 @@ def test_answers_are_kept_for_retries_but_not_for_ever(monkeypatch: pytest.Monke
     assert asyncio.run(main()) == ["1", "2", "3", "4", "5", "6", "5", "6"]
 
 
+async def test_a_retry_gets_the_newest_equal_answer() -> None:
+    """A refusal is none: the same key may ask again. The end of the episode ends what is still asked."""
+    turns: list[str] = []
+
+    async def ask(request: chat.ChatRequest) -> SampledTurn:
+        turns.append(request.messages[0])
+        if turns == ["early"]:
+            raise chat.Refused(409, "the prompt comes first")
+        if request.messages == ["slow"]:
+            await asyncio.Event().wait()
+        return SampledTurn(str(len(turns)))
+
+    questions = server.EpisodeQuestions(ask)
+
+    async def said(text: str, key: str = "", is_retry: bool = False) -> str:
+        return (await questions.answer(chat.ChatRequest([text]), text, key, is_retry)).text
+
+    with pytest.raises(chat.Refused):
+        await said("early", "k")
+    assert [await said("early", "k"), await said("early", "k")] == ["2", "2"]
+    assert [await said("a"), await said("a"), await said("a", is_retry=True)] == ["3", "4", "4"]
+    slow = [questions.answer(chat.ChatRequest(["slow"]), "slow", "", False) for _ in range(2)]
+    await asyncio.sleep(0)
+    questions.close()
+    await asyncio.wait(slow, timeout=60)
+    assert [one.cancelled() for one in slow] == [True, True]
+
+
 HIGHER, LOWER = ([QUESTION, TURN, {"role": "user", "content": one}] for one in ("higher", "lower"))
 
 
@@ -234,6 +262,22 @@ async def played(kind: type[Patient], goes_on: bool = True) -> list[Any]:
 
 
 MARK = {"x-stainless-retry-count": "1"}
+
+
+async def test_only_an_episodes_key_opens_the_endpoint() -> None:
+    class Curious(Patient):
+        async def second(self) -> None:
+            for path in ("models", "nothing"):
+                for headers in ({}, {"Authorization": "Bearer other"}):
+                    async with self.session.get(path, headers=headers) as answer:
+                        self.found.append((answer.status, await answer.text()))
+            self.found.append((0, self._questions.problem))
+            await super().second()
+
+    _, models, unknown, absent, stranger, (_, problem), _ = await played(Curious)
+    assert [one[0] for one in (models, unknown, absent, stranger)] == [200, 401, 404, 401]
+    assert [one["id"] for one in json.loads(models[1])["data"]] == ["policy"]
+    assert "GET /v1/nothing is not there; offered here are POST to /v1/chat/completions" in problem
 
 
 @pytest.mark.parametrize("headers", [MARK, {"Idempotency-Key": "the second"}])

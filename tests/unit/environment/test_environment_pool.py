@@ -199,7 +199,6 @@ async def test_own_random_makes_a_replay_draw_what_was_drawn(dice: str) -> None:
 async def test_the_random_states_of_finished_episodes_are_forgotten() -> None:
     """25 kB each, of as many episodes as a run has."""
     episodes, kept = Episodes(Dice, {}), []
-    assert episodes._random is not None
     for name, turn in (("over", "end"), ("failed", "fail"), ("open", "roll")):
         task = {"messages": [], "episode": name}
         with suppress(ValueError):
@@ -207,6 +206,16 @@ async def test_the_random_states_of_finished_episodes_are_forgotten() -> None:
     kept.append(set(episodes._random._states))
     await episodes.step({"episode": "open", "replies": 1, "turn": ["end"]})
     assert [*kept, set(episodes._random._states)] == [{"open"}, set()]
+
+
+async def test_an_object_that_is_made_anew_draws_anew() -> None:
+    """Also if the worker still has the former one."""
+    episodes = Episodes(Dice, {})
+    asked = {"task": {"messages": [], "episode": "e"}, "turns": [["sampled", "roll"]], "note": None}
+    drawn = [(await episodes.resume(asked))["observation"] for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    await episodes.close("e")
+    assert not episodes._random._states
 
 
 @pytest.mark.parametrize("replies", [0, 2])

@@ -85,7 +85,11 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     for name, chunk in _named_chunks(model):
         chunk.load_state_dict(state[name], strict=True)
     # The load would restore the settings of the recipe that wrote the checkpoint.
-    settings = [_settings(group) for group in optimizer.param_groups]
+    loaded = ("params", "step")
+    settings = [
+        {name: value for name, value in group.items() if name not in loaded}
+        for group in optimizer.param_groups
+    ]
     with torch.no_grad():
         optimizer.load_state_dict(state["optimizer"])
     for group, own in zip(optimizer.param_groups, settings, strict=True):
@@ -172,10 +176,6 @@ def _named_chunks(model: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         while hasattr(chunk, "module"):
             chunk = chunk.module
         yield ("model" if len(model) == 1 else f"model{number}"), chunk
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "step")}
 
 
 def _create_state(wrapper: Any) -> None:

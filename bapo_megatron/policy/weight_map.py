@@ -81,24 +81,16 @@ class WeightMap:
         """Yield the model as HF tensors, one parameter at a time, on every rank. Collective: with EP or ETP a
         replica may lack experts or parts of them, which come from others. A tensor is valid until the
         iterator moves on; clone it to keep it."""
-        for key, owner in self._owners():
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        for key in self.keys():
             name, layer = key
             mapping = self.table[name]
-            value = self._whole(key, mapping, owner)
+            owner = stage_of(key, self._chunk_layers, pipeline.size())
+            value = self._on_stage(key, mapping) if pipeline.rank() == owner else self._empty(mapping)
+            if pipeline.size() > 1:
+                dist.broadcast(value, dist.get_global_rank(pipeline, owner), pipeline)
             for hf_name, tensor in zip(mapping.hf_names, split(mapping, value), strict=True):
                 yield hf_name.format(layer=layer), tensor.contiguous()
-
-    def _owners(self) -> Iterator[tuple[Key, int]]:
-        stages = parallel_state.get_pipeline_model_parallel_group().size()
-        for key in self.keys():
-            yield key, stage_of(key, self._chunk_layers, stages)
-
-    def _whole(self, key: Key, mapping: Mapping, owner: int) -> Tensor:
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
-        value = self._on_stage(key, mapping) if pipeline.rank() == owner else self._empty(mapping)
-        if pipeline.size() > 1:
-            dist.broadcast(value, dist.get_global_rank(pipeline, owner), pipeline)
-        return value
 
     def _on_stage(self, key: Key, mapping: Mapping) -> Tensor:
         """Return the whole parameter on every rank of its pipeline stage."""

@@ -92,7 +92,7 @@ class DiskSync:
         self._writers: list[int] = []  # ranks of the first replica, which write; empty before the first push
 
     def push(self, policy: Policy, step: int) -> None:
-        """All-gather the weights within rank 0's replica, write them and make the engines load them."""
+        """All-gather the weights, write them in rank 0's replica and make the engines load them."""
         folder = self._write(policy)
         on_all_ranks(lambda: self._load(folder, policy.version, step))
 

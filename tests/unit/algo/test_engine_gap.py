@@ -94,6 +94,8 @@ def test_stop_raises_on_every_rank_once_recorded(main: bool, monkeypatch: pytest
         (0.51, 0.05, False, False),  # later it may have grown, which is a warning
         (0.5, 0.05, True, False),
         (0.51, 0.6, True, None),  # known to the user
+        (0.51, 0.53, True, False),  # the first one is
+        (math.nan, 0.05, True, True),
     ],
 )
 def test_colocated_engines_that_begin_with_other_weights_stop_the_run(

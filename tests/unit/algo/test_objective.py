@@ -94,6 +94,7 @@ def test_loss_and_metrics_of_fixed_bounds_by_hand() -> None:
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-6)
     assert metrics["staleness/0/clipped"] is None
     assert metrics["rollout/engine_gap_mean"] is None  # version 6 sampled no token
+    assert not {"bapo/bounds_moved", "bapo/moved_tokens"} & metrics.keys()  # fixed bounds cannot move
     # Alive are only the third token (positive) and none of the negatives.
     assert metrics["bapo/contribution"] == pytest.approx(1.0)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.config import CheckpointConfig, EvaluationConfig, ParallelConfig
+from bapo_megatron.algo.bapo import grpo
+from bapo_megatron.config import AlgorithmConfig, CheckpointConfig, EvaluationConfig, ParallelConfig
 from bapo_megatron.hf.config import linear_flops_per_token
 from bapo_megatron.hf.parameter_map import mapping_table
 from bapo_megatron.layers.mlp import Experts, Mlp
@@ -35,6 +36,15 @@ from bapo_megatron.policy import output_head
 from tests.support.altered import altered
 from tests.support.planned_jobs import ON_HOST, ONE, SMALL, colocated, job, of_recipe
 from tests.support.shapes import activation_bytes_per_token, resized
+
+
+def test_a_search_holds_the_activations_of_all_packs() -> None:
+    """Eight; without a search the setting holds nothing."""
+    plain, held = job(), job(hold_forwards=True)
+    without = replace(held.run, algorithm=AlgorithmConfig(bounds=grpo()))
+    one, eight, none = (activation_bytes(each, 0, "te") for each in (plain, held, replace(held, run=without)))
+    assert 7 * one < eight <= 8 * one
+    assert none == one
 
 
 def test_parameters_by_hand() -> None:

@@ -317,6 +317,15 @@ def test_the_mean_weight_is_that_of_the_tokens_that_are_left() -> None:
     assert metrics["corrections/weight"] == pytest.approx(5 / 8)
 
 
+def test_weights_are_measured_where_nothing_is_rejected() -> None:
+    """1/2 for six tokens, 2 for two, 1 for two."""
+    settings = algorithm(old_log_probs="trainer", importance_cap=3.0)
+    policy: Any = ShiftedPolicy()
+    groups, metrics = corrected(policy, with_old(cap=3.0), settings, 64, False)
+    assert lengths(groups) == [[3, 3], [2, 2]]
+    assert metrics == pytest.approx(dict(zip(METRICS, (0.0, 0.0, 9 / 10), strict=True)))
+
+
 def test_vespo_refuses_a_second_importance_weight() -> None:
     settings = AlgorithmConfig(loss="vespo", importance_cap=2.0, old_log_probs="trainer")
     with pytest.raises(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.algo.advantages import dr_grpo
+from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.config import AlgorithmConfig, PartConfig
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.corrections import corrected, with_old_log_probs
@@ -75,6 +76,14 @@ def test_tokens_and_responses_leave_the_update() -> None:
             "masks/cut_responses_tokens": 2 / 10,
         }
     )
+
+
+def test_shares_of_masks_are_without_what_limits_have_left_out() -> None:
+    """The first two responses have tokens at a ratio of 2; IcePop would take tokens of both."""
+    group, metrics = left(ICEPOP, corrections=CorrectionsConfig(worst_token_max=1.95))
+    assert [one.trained_tokens for one in group] == [2, 3]
+    assert metrics["corrections/rejected_responses"] == 2 / 4
+    assert (metrics["masks/icepop_responses"], metrics["masks/icepop_tokens"]) == (0.0, 0.0)
 
 
 def test_a_mask_sees_what_those_before_it_have_left() -> None:

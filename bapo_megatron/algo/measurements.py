@@ -16,7 +16,7 @@ Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_K`` its 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -144,35 +144,24 @@ def gate_mean(name: str) -> Measurement:
     return token_mean(name, lambda view: view.terms.gradient_T / ratio(view.log_ratio_T.double()))
 
 
-@torch.no_grad()
-def clip_sums(clipped_T: Tensor, advantage_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Token counts for ``clip_fractions``: float64 [5], additive over packs and ranks.
-
-    ``[tokens, positive tokens, negative tokens, positive clipped, negative clipped]``, by sign of the
-    advantage, over tokens with a mask other than 0.
-    """
-    live_T = mask_T != 0
-    positive_T, negative_T = live_T & (advantage_T > 0), live_T & (advantage_T < 0)
-    counted = (live_T, positive_T, negative_T, positive_T & clipped_T, negative_T & clipped_T)
+def _clip_sums(view: PackView) -> Tensor:
+    """Numbers of positive tokens, of clipped positive and of clipped negative ones, by the advantage: [3]."""
+    clipped_T, advantage_T = view.terms.clipped_T, view.batch.advantage_T
+    positive_T, negative_T = view.live_T & (advantage_T > 0), view.live_T & (advantage_T < 0)
+    counted = (positive_T, positive_T & clipped_T, negative_T & clipped_T)
     return torch.stack([flags_T.sum() for flags_T in counted]).double()
 
 
-def clip_fractions(sums: Tensor | Sequence[float]) -> dict[str, float]:
-    """Clip fractions, clipped tokens / all tokens, from the (reduced) ``clip_sums``; 0 without tokens."""
-    tokens, positive, _, above, below = (float(number) for number in sums)
-    tokens = max(tokens, 1.0)
+def _clip_fractions(sums: Tensor, update: UpdateSums) -> Metrics:
+    positive, above, below = (sums / update.tokens).tolist()
     return {
-        "bapo/clip_fraction_high": above / tokens,
-        "bapo/clip_fraction_low": below / tokens,
-        "bapo/positive_token_fraction": positive / tokens,
+        "bapo/clip_fraction_high": above,
+        "bapo/clip_fraction_low": below,
+        "bapo/positive_token_fraction": positive,
     }
 
 
-def _clipped_of(view: PackView) -> Tensor:
-    return clip_sums(view.terms.clipped_T, view.batch.advantage_T, view.batch.mask_T)
-
-
-CLIPPING = Measurement("clipping", 5, _clipped_of, lambda sums, _update: {**clip_fractions(sums)})
+CLIPPING = Measurement("clipping", 3, _clip_sums, _clip_fractions)
 """The clip fractions of the current loss."""
 
 EFFECTIVE_SAMPLE_SIZE = Measurement(

@@ -18,37 +18,30 @@ BoundsUse = Literal["searched", "fixed", "unused"]
 """A loss's use of ``algorithm.bounds``: see ``losses.Loss.bounds``."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RegisteredLoss:
-    """Facts about a registered loss: its class's dotted path, its use of ``algorithm.bounds`` (searched,
-    fixed or unused), and whether it searches a whole update for its ratio or mask."""
-
-    path: str
-    bounds: BoundsUse = "unused"
-    searches_ratio: bool = False
-    """Whether it searches a whole update for its ratio or mask (``losses.Search.is_ratio``)."""
-
-
 _FOLDER = "bapo_megatron.algo.losses"
 LOSSES = {
-    "clip": RegisteredLoss(f"{_FOLDER}.clip:ClipLoss", "searched"),
-    "cispo": RegisteredLoss(f"{_FOLDER}.token_losses:Cispo"),
-    "sapo": RegisteredLoss(f"{_FOLDER}.token_losses:Sapo"),
-    "dppo_tv": RegisteredLoss(f"{_FOLDER}.token_losses:DppoTv"),
-    "dppo_kl": RegisteredLoss(f"{_FOLDER}.token_losses:DppoKl"),
-    "ce_gppo": RegisteredLoss(f"{_FOLDER}.token_losses:CeGppo"),
-    "aspo": RegisteredLoss(f"{_FOLDER}.token_losses:Aspo"),
-    "maspo": RegisteredLoss(f"{_FOLDER}.token_losses:Maspo"),
-    "gspo": RegisteredLoss(f"{_FOLDER}.update_losses:Gspo", searches_ratio=True),
-    "m2po": RegisteredLoss(f"{_FOLDER}.update_losses:M2po", searches_ratio=True),
-    "p3o": RegisteredLoss(f"{_FOLDER}.update_losses:P3o", searches_ratio=True),
-    "vespo": RegisteredLoss(f"{_FOLDER}.update_losses:Vespo", searches_ratio=True),
+    "clip": f"{_FOLDER}.clip:ClipLoss",
+    "cispo": f"{_FOLDER}.token_losses:Cispo",
+    "sapo": f"{_FOLDER}.token_losses:Sapo",
+    "dppo_tv": f"{_FOLDER}.token_losses:DppoTv",
+    "dppo_kl": f"{_FOLDER}.token_losses:DppoKl",
+    "ce_gppo": f"{_FOLDER}.token_losses:CeGppo",
+    "aspo": f"{_FOLDER}.token_losses:Aspo",
+    "maspo": f"{_FOLDER}.token_losses:Maspo",
+    "gspo": f"{_FOLDER}.update_losses:Gspo",
+    "m2po": f"{_FOLDER}.update_losses:M2po",
+    "p3o": f"{_FOLDER}.update_losses:P3o",
+    "vespo": f"{_FOLDER}.update_losses:Vespo",
 }
+"""Dotted paths of the registered losses' classes. ``clip`` alone reads ``algorithm.bounds``."""
+
+RATIO_LOSSES = ("gspo", "m2po", "p3o", "vespo")
+"""Registered losses that search a whole update for their ratio or mask (``losses.Search.is_ratio``)."""
 
 
 def loss_path(name: str) -> str:
     """Dotted path of a loss, from its registered name or as given. Raises ConfigError for any other name."""
-    return part_path("algorithm.loss", name, {known: LOSSES[known].path for known in sorted(LOSSES)}, "class")
+    return part_path("algorithm.loss", name, LOSSES, "class")
 
 
 def check_bounds(algorithm: Any, use: BoundsUse) -> None:
@@ -86,4 +79,4 @@ def searches_update(algorithm: Any) -> bool:
 def measures_ratio(algorithm: Any) -> bool:
     """Whether the loss searches by the ratios themselves: with the engine's pi_old these are then measured in
     every update, even on-policy (``Search.is_ratio``). True, the costlier case, for a dotted path."""
-    return ":" in algorithm.loss or LOSSES[algorithm.loss].searches_ratio
+    return ":" in algorithm.loss or algorithm.loss in RATIO_LOSSES

@@ -101,8 +101,8 @@ def _check_loss(config: RunConfig, own_code: bool) -> None:
 
     algorithm = config.algorithm
     loss_path(algorithm.loss)
-    if algorithm.loss in LOSSES:
-        check_bounds(algorithm, LOSSES[algorithm.loss].bounds)
+    if algorithm.loss in LOSSES and algorithm.loss != "clip":
+        check_bounds(algorithm, "unused")
     if not (algorithm.loss_settings if algorithm.loss in LOSSES else own_code):
         return
     with _skipped_without_torch("algorithm.loss_settings"):

@@ -9,13 +9,14 @@ through the processor once more.
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from bapo_megatron.hf.blocks import ITEM_BYTES
 
@@ -67,64 +68,44 @@ class Persistent:
 def dumps(value: Any) -> bytes:
     """Return ``value`` as a pickle of protocol 2, which all torch readers accept. Raises TypeError for
     anything but plain values and the objects above."""
-    out = bytearray(pickle.PROTO + b"\x02")
-    _write(out, value)
-    return bytes(out + pickle.STOP)
+    out = io.BytesIO()
+    pickler = _Pickler(out, protocol=2)
+    pickler.fast = True  # without references to earlier values
+    pickler.dump(value)
+    return out.getvalue()
 
 
-def _write(out: bytearray, value: Any) -> None:
-    match value:
-        case None:
-            out += pickle.NONE
-        case bool():
-            out += pickle.NEWTRUE if value else pickle.NEWFALSE
-        case int():
-            _write_int(out, value)
-        case float():
-            out += pickle.BINFLOAT + struct.pack(">d", value)
-        case str():
-            text = value.encode()
-            out += pickle.BINUNICODE + struct.pack("<I", len(text)) + text
-        case Name(module, name):
-            out += pickle.GLOBAL + f"{module}\n{name}\n".encode()
-        case Call(function, arguments):
-            _write(out, function)
-            _write(out, arguments)
-            out += pickle.REDUCE
-        case Instance(kind, state):
-            _write(out, kind)
-            out += pickle.EMPTY_TUPLE + pickle.NEWOBJ
-            if state is not None:
-                _write(out, state)
-                out += pickle.BUILD
-        case Persistent(key):
-            _write(out, key)
-            out += pickle.BINPERSID
-        case tuple():
-            _write_items(out, pickle.MARK, value, pickle.TUPLE)
-        case list():
-            _write_items(out, pickle.EMPTY_LIST + pickle.MARK, value, pickle.APPENDS)
-        case Mapping():
-            pairs = [part for pair in value.items() for part in pair]
-            _write_items(out, pickle.EMPTY_DICT + pickle.MARK, pairs, pickle.SETITEMS)
-        case _:
-            raise TypeError(f"{type(value)} is not written to pickles here")
+class _Pickler(pickle._Pickler):
+    """Python's pickler, which also writes the objects above."""
 
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.key if isinstance(obj, Persistent) else None
 
-def _write_items(out: bytearray, begin: bytes, items: Sequence[Any], end: bytes) -> None:
-    out += begin
-    for item in items:
-        _write(out, item)
-    out += end
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in self.dispatch:
+            return NotImplemented
+        raise TypeError(f"{type(obj)} is not written to pickles here")
 
+    def _name(self: Any, name: Name) -> None:
+        self.write(pickle.GLOBAL + f"{name.module}\n{name.name}\n".encode())
 
-def _write_int(out: bytearray, value: int) -> None:
-    if 0 <= value < 256:
-        out += pickle.BININT1 + bytes([value])
-    elif -(2**31) <= value < 2**31:
-        out += pickle.BININT + struct.pack("<i", value)
-    else:
-        out += pickle.LONG1 + b"\x08" + struct.pack("<q", value)
+    def _call(self: Any, call: Call) -> None:
+        self.save(call.function)
+        self.save(call.arguments)
+        self.write(pickle.REDUCE)
+
+    def _instance(self: Any, instance: Instance) -> None:
+        self.save(instance.kind)
+        self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+        if instance.state is not None:
+            self.save(instance.state)
+            self.write(pickle.BUILD)
+
+    dispatch: ClassVar[dict[type, Any]] = pickle._Pickler.dispatch | {
+        Name: _name,
+        Call: _call,
+        Instance: _instance,
+    }
 
 
 # --- archives ---

@@ -126,6 +126,12 @@ def answers_equal(
     return (equal or partial(_math_verify().ask, "equal"))(expected, spelling, allow_operations)
 
 
+def is_operation(ground_truth: str) -> bool:
+    """Whether a ground truth is an unevaluated operation, so that an answer may be one, too."""
+    answer = _bare(ground_truth)
+    return not INTEGER.fullmatch(answer) and _math_verify().ask("is_operation", answer)
+
+
 def _bare(ground_truth: str) -> str:
     r"""Return the ground truth without an enclosing ``\boxed{}``, as ``spelled``."""
     boxed = last_boxed(ground_truth)

@@ -1,7 +1,7 @@
 """Comparison of math answers by math-verify, for the main thread of a worker process that may be killed.
 
-``equal`` compares an answer with a ground truth, ``parses`` says whether that can be; both return
-False if undecided. A signal limits CPU time: math-verify's own wall-clock limit would count correct
+``equal`` compares an answer with a ground truth, ``parses`` and ``is_operation`` classify a ground truth; all
+return False if undecided. A signal limits CPU time: math-verify's own wall-clock limit would count correct
 answers as wrong on a busy machine. A long operation on big integers (``9^{9^{9}}``) delays even the signal.
 
 Answers with the same text are equal, whether or not math-verify can read them. If math-verify calls two
@@ -22,7 +22,7 @@ from latex2sympy2_extended.logic import And
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy.core.relational import Relational
 
-from bapo_megatron.reward.answer_text import has_quotient, number_sides, same_text
+from bapo_megatron.reward.answer_text import has_quotient, named_operations, number_sides, same_text
 from bapo_megatron.reward.answer_words import (
     are_times,
     counterparts,

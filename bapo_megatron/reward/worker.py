@@ -5,8 +5,8 @@
 The parent sends the settings, then calls, as JSON lines (``workers/serving.py``). The settings are
 ``reward``, a `RewardConfig` as an object, and ``functions``, the names of all reward functions. The call
 ``score`` takes {function, prompt, response} and returns a failure or {score, reward, named}, where ``reward``
-is the score less the format penalty. With null settings the calls are ``equal`` and ``parses``
-of math_verify_compare.py.
+is the score less the format penalty. With null settings the calls are ``equal``, ``parses`` and
+``is_operation`` of math_verify_compare.py.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def _limited(compare: Callable[..., bool]) -> Callable[[list[Any]], bool]:
 
 def _comparisons() -> dict[str, Callable[[list[Any]], bool]]:
     """Return the comparison functions by name, and turn off all logging: math-verify logs bad answers."""
-    from bapo_megatron.reward.math_verify_compare import equal, parses
+    from bapo_megatron.reward.math_verify_compare import equal, is_operation, parses
 
     logging.disable(logging.CRITICAL)
-    return {function.__name__: _limited(function) for function in (equal, parses)}
+    return {function.__name__: _limited(function) for function in (equal, parses, is_operation)}
 
 
 def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]], dict[str, Any]]:

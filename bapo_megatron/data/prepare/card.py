@@ -18,6 +18,7 @@ from bapo_megatron.data.prepare.filters import INVALID
 from bapo_megatron.data.prepare.options import CARD_FILE, DATA_FILE, PrepareOptions
 from bapo_megatron.data.prepare.problems import Problem
 from bapo_megatron.reward.code_tests import forgeable_tests
+from bapo_megatron.reward.math import is_operation
 
 FORMAT = 1
 
@@ -58,12 +59,16 @@ class Card:
     invalid: list[Dropped] = field(default_factory=list)
     forgeable: int = 0
     """Kept rows with forgeable tests (`reward.code_tests.forgeable_tests`)."""
+    operations: int = 0
+    """Kept rows whose ground truth is an unevaluated operation: unevaluated answers are then right."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Histogram of kept prompts by tokens; empty without a tokenizer."""
 
     def keep(self, problem: Problem) -> None:
         self.kept += 1
         self.forgeable += forgeable_tests(problem.ground_truth) > 0
+        is_math = not problem.own_reward and problem.ability == "math"
+        self.operations += is_math and is_operation(problem.ground_truth)
 
     def drop(self, row: Dropped) -> None:
         """Count a dropped row; the first rows per reason become examples."""
@@ -91,6 +96,7 @@ class Card:
             "invalid_rows": [{"source": row.source, "row": row.row, "why": row.why} for row in self.invalid],
             "examples": {name: [vars(row) for row in shown] for name, shown in self.examples.items()},
             "forgeable_rows": self.forgeable,
+            "operation_rows": self.operations,
             "prompt_tokens": self._prompt_tokens(),
         }
 
@@ -122,6 +128,8 @@ def _lines(card: Card, file: str) -> list[str]:
     lines += [f"left out: {count} {reason}" for reason, count in card.dropped.items()]
     if card.forgeable:
         lines.append(f"rows with tests that a program can forge (docs/rewards.md#programs): {card.forgeable}")
+    if card.operations:
+        lines.append(f"rows whose answer is an operation (docs/rewards.md#mathematics): {card.operations}")
     return lines
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,23 @@ def test_a_run_says_how_raw_rows_are_prepared(tmp_path: Path) -> None:
 LOOP = json.dumps(["assert all(f(i) == i for i in range(3))"])
 
 
-def test_rows_whose_tests_can_be_forged_are_counted(tmp_path: Path) -> None:
-    card = prepared(tmp_path, [skywork("f", LOOP), skywork("g", TESTS)])
-    assert card.as_json()["forgeable_rows"] == 1
-    text = (tmp_path / "out" / CARD_TEXT).read_text()
-    assert "- rows with tests that a program can forge (docs/rewards.md#programs): 1\n" in text
+OPERATIONS = ["120", r"\binom{10}{3}", "2^{10}", r"\sqrt{2}", "n(n+1)", "12-7"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "field", "count", "told"),
+    [
+        ([skywork("f", LOOP), skywork("g", TESTS)], "forgeable", 1, "forge (docs/rewards.md#programs)"),
+        ([skywork(f"{n}?", one) for n, one in enumerate(OPERATIONS)], "operation", 3, "operation (docs/rew"),
+    ],
+    ids=["forgeable", "operations"],
+)
+def test_rows_to_look_at_are_counted(
+    tmp_path: Path, rows: list[Any], field: str, count: int, told: str
+) -> None:
+    card = prepared(tmp_path, rows)
+    assert card.as_json()[f"{field}_rows"] == count
+    assert re.search(rf"{re.escape(told)}.*: {count}\n", (tmp_path / "out" / CARD_TEXT).read_text())
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])

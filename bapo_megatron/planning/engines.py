@@ -104,7 +104,7 @@ def engine_plan(job: Job) -> EnginePlan:
     beside = job.run.rollout.engine == "sglang" and not sglang.urls and job.servers_problem is None
     gpus = options.engine_gpus or (sglang.servers * size if beside else max(job.gpus, size))
     weights = total_parameters(job.shape) * 2.0 / size
-    room = max(0.0, sglang.memory_fraction * gpu.memory - weights)
+    room = max(0.0, job.engine_fraction * gpu.memory - weights)
     states = state_cache(job, room)
     cache = room - (states.reserved if states else 0.0)
     per_token = cache_bytes_per_token(job.shape)

@@ -119,6 +119,8 @@ class PlanOptions(GpuOptions):
     engine_gpus: Annotated[int | None, Ge(1)] = None
     """GPUs that run engines. None: those of the recipe's servers where they have room on its first node, else
     as many as train."""
+    engine_memory_fraction: Annotated[float | None, Gt(0), Le(1)] = None
+    """Share of a GPU's memory for an engine's weights and KV cache. None: rollout.sglang.memory_fraction."""
     engine_bandwidth: Annotated[float, Gt(0), Le(1)] = 0.6
     """Share of the memory bandwidth that decoding reaches."""
     engine_imbalance: Annotated[float, Ge(1)] = 1.0
@@ -223,6 +225,11 @@ class Job:
     def weights_by_ipc(self) -> bool:
         """Whether colocated servers read the weights from the policy's GPU memory (``sync=ipc``)."""
         return self.colocated and self.run.rollout.sglang.sync == "ipc"
+
+    @property
+    def engine_fraction(self) -> float:
+        """Share of a GPU's memory for an engine's weights and KV cache."""
+        return self.options.engine_memory_fraction or self.run.rollout.sglang.memory_fraction
 
     def has_servers(self, stage: int) -> bool:
         """Whether pipeline stage ``stage`` has a GPU with a colocated server; those are on rank 0's node,

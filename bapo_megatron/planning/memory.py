@@ -111,10 +111,10 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
     workspace = _workspace(job, stage)
     head, buffers = _head(job, stage, spec), _buffers(job, stage)
     steady = weights + gradients + optimizer + FIXED
-    shared, sglang = job.has_servers(stage), job.run.rollout.sglang
+    shared = job.has_servers(stage)
     reads = shared and job.weights_by_ipc
     # Too much for a tied model, which gathers its embedding before there are buckets.
-    handover_buffers = sync_bytes(job) + 2 * sglang.bucket_mb * 2**20
+    handover_buffers = sync_bytes(job) + 2 * job.run.rollout.sglang.bucket_mb * 2**20
     return StageMemory(
         stage=stage,
         parameters=parameters,
@@ -130,8 +130,8 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
         saving=steady + 2 * _largest_state(job),  # one state's shards, sent and received
         syncing=steady + sync_bytes(job),
         resting=FIXED if job.offloads else steady,
-        kept=sglang.kept_gb * GB if shared else 0.0,
-        serving=sglang.memory_fraction * job.gpu.memory if shared else 0.0,
+        kept=job.run.rollout.sglang.kept_gb * GB if shared else 0.0,
+        serving=job.engine_fraction * job.gpu.memory if shared else 0.0,
         handing=(weights + FIXED if job.offloads else steady) + handover_buffers if reads else 0.0,
         reading=server_weights(job) if reads else 0.0,
     )

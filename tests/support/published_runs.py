@@ -148,7 +148,7 @@ def nemo(shape: ModelShape, tensor: int, pipeline: int, data: int, mean: int, re
     """64 prompts of 32 responses, four updates, colocated; pi_old's pass, and another for the reference."""
     return planned(
         shape,
-        {"mean_response_tokens": mean - 128},
+        {"mean_response_tokens": mean - 128, "engine_memory_fraction": 0.6},
         data=DataConfig(Path("data"), max_prompt_tokens=1024),
         parallel=ParallelConfig(tensor=tensor, sequence=tensor > 1, pipeline=pipeline, data=data),
         batch=BatchConfig(pack_tokens=4096, recompute=recompute),
@@ -162,7 +162,7 @@ def nemo(shape: ModelShape, tensor: int, pipeline: int, data: int, mean: int, re
             prompts_per_step=64,
             group_size=32,
             max_response_tokens=4096 - 128,
-            sglang=SglangConfig(tensor=tensor, memory_fraction=0.6),
+            sglang=SglangConfig(tensor=tensor),
         ),
     )
 

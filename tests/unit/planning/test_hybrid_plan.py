@@ -117,10 +117,11 @@ def served(memory: float = 0.0, **sglang: object) -> Job:
     """The job with servers of one GPU, which have ``memory`` bytes beside the weights."""
     one = job(ONE, HYBRID)
     weights = 2 * total_parameters(HYBRID)
+    rollout = RolloutConfig(
+        **{**vars(one.run.rollout), "engine": "sglang", "sglang": SglangConfig(max_in_flight=64, **sglang)}
+    )
     fraction = (weights + memory) / one.gpu.memory
-    servers = SglangConfig(max_in_flight=64, memory_fraction=fraction, **sglang)
-    rollout = RolloutConfig(**{**vars(one.run.rollout), "engine": "sglang", "sglang": servers})
-    options = replace(one.options, engine_gpus=1)
+    options = replace(one.options, engine_memory_fraction=fraction, engine_gpus=1)
     return replace(one, run=replace(one.run, rollout=rollout), options=options)
 
 

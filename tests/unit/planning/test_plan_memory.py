@@ -14,7 +14,7 @@ from bapo_megatron.hf.parameter_map import mapping_table
 from bapo_megatron.layers.mlp import Experts, Mlp
 from bapo_megatron.planning import memory as plan_memory
 from bapo_megatron.planning.engines import engine_plan
-from bapo_megatron.planning.job import in_flight
+from bapo_megatron.planning.job import PlanOptions, in_flight
 from bapo_megatron.planning.memory import (
     activation_bytes,
     host_bytes,
@@ -194,7 +194,7 @@ def test_memory_of_colocated_trainer_and_engine_by_hand() -> None:
     assert stage_memory(colocated(first_gpu=1), 0).kept == 0
     stays = stage_memory(colocated(offload=False), 0)
     assert stays.resting == 3e9 + (2 + 4 + 12) * first.parameters.total
-    given = colocated(memory_fraction=0.25)
+    given = replace(colocated(), options=PlanOptions(engine_memory_fraction=0.25))
     assert stage_memory(given, 0).serving == engine_plan(given).cache + engine_plan(given).weights == 20e9
 
 

@@ -23,6 +23,7 @@ from bapo_megatron.rollout.sampler import client, process
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.process import ALIVE, with_heartbeats
 from bapo_megatron.runtime.exit_codes import SIGNALS
+from tests.support.waiting import until
 
 
 def test_a_signal_to_stop_does_not_end_a_sampler_that_starts(events: list[dict[str, Any]]) -> None:
@@ -87,12 +88,12 @@ def test_a_call_that_is_never_read_times_out(sampler: SamplerClient, events: lis
 
 
 SUSPENDED = """
-import time
+import os, signal, threading, time
 from multiprocessing import Pipe
 from bapo_megatron.rollout.sampler.client import limit_waits
 ours, theirs = Pipe()
-limit_waits(ours, 2.0)
-print("waits", flush=True)
+limit_waits(ours, 5.0)
+threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
 began = time.monotonic()
 try:
     ours.recv()
@@ -105,11 +106,11 @@ def test_a_suspended_job_is_not_a_silent_sampler() -> None:
     """Both processes are stopped for longer than the limit, which begins anew when they continue."""
     with subprocess.Popen([sys.executable, "-c", SUSPENDED], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout
-        trainer.stdout.readline()
-        psutil.Process(trainer.pid).suspend()
-        time.sleep(3.0)
-        psutil.Process(trainer.pid).resume()
-        assert float(trainer.stdout.readline()) > 3.0 + 1.9
+        process = psutil.Process(trainer.pid)
+        until(lambda: process.status() == psutil.STATUS_STOPPED, process.status)
+        time.sleep(6.0)
+        process.resume()
+        assert float(trainer.stdout.readline()) > 6.0 + 4.9
 
 
 def test_heartbeats_are_sent_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

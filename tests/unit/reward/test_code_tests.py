@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.config import RewardConfig
 from bapo_megatron.data.prompts import load_prompts
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.code import last_code_block, same_output, same_value
@@ -20,6 +21,7 @@ from bapo_megatron.reward.code_tests import (
     is_tests,
     read_tests,
 )
+from bapo_megatron.reward.functions import built_in, ground_truth_check
 from bapo_megatron.reward.expressions import Split
 
 POLICY = Path(__file__).parents[3] / "recipes/demo/policy"
@@ -171,6 +173,20 @@ def test_broken_tests_are_named(ground_truth: str, problem: str) -> None:
 def test_code_and_mathematics_are_told_apart() -> None:
     assert all(map(is_tests, (ADD, CALL, ASSERTS, CHECK, PYTEST, "assert f(1) == 2", "{}")))
     assert not any(map(is_tests, ("34", r"\{1, 2\}", "[1, 2]", '"text"', "{1, 2}", "", "[" * 100_000)))
+
+
+def test_a_reward_refuses_the_ground_truths_of_the_other() -> None:
+    for function, truth, said in (
+        ("math", ASSERTS, "it holds the tests of a program; set reward.function=math_or_code"),
+        ("code", "5", "it must be an object"),
+        ("math_or_code", "-", "'-' stands for no answer"),
+    ):
+        check = ground_truth_check(function)
+        assert check is not None
+        assert str(check(truth)).startswith(said)
+    for function, score in (("math", 0.0), ("math_or_code", 1.0)):
+        judge = built_in(RewardConfig(function))
+        assert judge({"ground_truth": '["assert f() == 2"]'}, "```python\ndef f(): return 2\n```") == score
 
 
 def test_lists_of_asserts_and_objects_survive_the_reading_of_a_dataset(tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
     if single:
         draw_overview(runs[0], folder / "overview.png")
     page = folder / PAGE
-    write_atomically(page, _render(runs, pictures, COLOURS))
+    # Texts of events are foreign: half of a surrogate pair must not end the report.
+    write_atomically(page, _render(runs, pictures, COLOURS).encode(errors="replace"))
     return page
 
 

@@ -149,6 +149,7 @@ def make_hostile(folder: Path) -> Path:
     made_up_run(folder, steps=2, updates=1)
     write_config(folder, {"name": HOSTILE, "model.hf_path": HOSTILE, **BOUNDS, f"a.{HOSTILE}": [HOSTILE]})
     events = [{"time": HOSTILE, "kind": HOSTILE, HOSTILE: HOSTILE}, {"kind": "resume", "step": HOSTILE}]
+    events.append({"time": "now", "kind": "reward_failed", "detail": "half of a surrogate pair: \ud83d"})
     write_lines(folder / "events.jsonl", events)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     write_lines(folder / "metrics.jsonl", [{**row, f"reward/{HOSTILE}": 1.0} for row in rows])

@@ -21,8 +21,8 @@ from bapo_megatron.reward.code_tests import (
     is_tests,
     read_tests,
 )
-from bapo_megatron.reward.functions import built_in, ground_truth_check
 from bapo_megatron.reward.expressions import Split
+from bapo_megatron.reward.functions import built_in, ground_truth_check
 
 POLICY = Path(__file__).parents[3] / "recipes/demo/policy"
 ADD = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7\n"]})

@@ -122,6 +122,7 @@ def test_pi_old_is_in_the_ratio_and_pi_rollout_in_the_rest() -> None:
     sums = contribution_fn(config)(stats, one)
     metrics = update_metrics(loss_fn(search_bounds(sums, config), config, 3)(stats, one), None, config)
     assert metrics["policy/loss"] == pytest.approx(-1.2)
+    assert (metrics["bapo/clip_fraction_high"], metrics["bapo/clip_fraction_low"]) == (1.0, 0.0)
     assert metrics["policy/ratio_gap"] == metrics["staleness/0/ratio_gap"] == pytest.approx(LN(2))
     assert metrics["policy/kl"] == pytest.approx(3 - LN(4))
     assert metrics["rollout/engine_gap_mean"] == pytest.approx(LN(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from bapo_megatron.algo import bapo
 from bapo_megatron.algo.losses import LOSSES, build_loss, load_loss
 from bapo_megatron.algo.registered_losses import measures_ratio, searches_update
-from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.commands.recipe_flags import check_names
+from bapo_megatron.config import AlgorithmConfig, RunConfig, load_recipe
+from bapo_megatron.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
@@ -94,6 +97,13 @@ def test_what_is_known_of_a_loss_without_torch_is_what_its_class_says(algorithm:
     assert searches_update(algorithm) == (
         search is not None and search.known is None and search.scope == "update"
     )
+
+
+def test_a_plan_refuses_bounds_that_a_loss_does_not_read() -> None:
+    run = load_recipe(ROOT / "recipes/demo_cpu.py", RunConfig)
+    others = replace(run, algorithm=AlgorithmConfig(loss="cispo", bounds=bapo.BoundsConfig(target=0.5)))
+    with pytest.raises(ConfigError, match=r"target=0\.5: algorithm\.loss=cispo does not read that"):
+        check_names(others)
 
 
 def planned(lines: list[str]) -> subprocess.CompletedProcess[str]:

@@ -95,9 +95,6 @@ class BoundsConfig:
             yield f"target={self.target} must be below 1 for share=absolute: P / (P + N) never exceeds 1"
         if self.dual_clip is not None and not self.dual_clip > 1:
             yield f"dual_clip={self.dual_clip} must be above 1, or None for no dual clip"
-        yield from self._part_problems()
-
-    def _part_problems(self) -> Iterator[str]:
         if self.bounds_tokens is not None and self.bounds_tokens < 1:
             yield f"bounds_tokens={self.bounds_tokens} must be at least 1, or None for the packs"
         if self.bounds_tokens is not None and self.scope != "micro_batch":

@@ -178,10 +178,7 @@ def _lacks_last_evaluation(config: RunConfig, latest: Checkpoint | None) -> bool
     return last not in evaluation_means(config.directory)
 
 
-Event = dict[str, Any]
-
-
-def pin_threads(config: RunConfig, begun: Begun) -> tuple[RunConfig, Event | None]:
+def pin_threads(config: RunConfig, begun: Begun) -> tuple[RunConfig, dict[str, Any] | None]:
     """Set this rank's CPU threads: from ``config``, else the run directory, else torch; on a GPU only from
     ``config``. Return ``config`` with their number, and an event to record (also printed) if the run
     directory's number replaced the environment's. Collective."""

@@ -71,11 +71,6 @@ def group_of_sequences(trained_tokens: tuple[int, ...], bounds_tokens: int) -> t
     return tuple(numbers[interval] for interval in places)
 
 
-def group_count(batch: MicroBatch, bounds_tokens: int) -> int:
-    """Number of search groups in the update of the pack ``batch``."""
-    return 1 + max(group_of_sequences(batch.trained_tokens, bounds_tokens), default=0)
-
-
 def group_of_tokens(batch: MicroBatch, bounds_tokens: int) -> Tensor:
     """Search group of each token of a pack, int64 [T]; 0 for tokens outside the loss."""
     groups = (0, *group_of_sequences(batch.trained_tokens, bounds_tokens))
@@ -91,7 +86,8 @@ def contribution_fn(config: BoundsConfig) -> TokenFn:
         if not config.grouped or config.bounds_tokens is None:
             return contribution_sums(*fields, config)
         group_T = group_of_tokens(batch, config.bounds_tokens)
-        return contribution_sums(*fields, config, group_T, group_count(batch, config.bounds_tokens))
+        groups = 1 + max(group_of_sequences(batch.trained_tokens, config.bounds_tokens), default=0)
+        return contribution_sums(*fields, config, group_T, groups)
 
     return sums
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -250,6 +251,8 @@ def test_the_end_event_is_sent_before_the_run_exits(
     config = replace(config, logging=LoggingConfig(on_event=("$HOOK",)))
     with suppress(Preempted, KeyboardInterrupt), sending_events(config), recorded_end(config, True, log):
         sender = psutil.Process(senders[0].pid)
+        while not sender.environ():  # within its exec
+            time.sleep(0.01)
         assert "S3CRET" not in " ".join(sender.cmdline())
         assert sender.environ()["PYTHONPATH"].split(os.pathsep) == list(filter(None, sys.path))
         log({"kind": "resume"})

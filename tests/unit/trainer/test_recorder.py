@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace

@@ -17,6 +17,7 @@ from bapo_megatron.algo.bounds import clip_higher as clip_higher
 from bapo_megatron.algo.bounds import describe as describe
 from bapo_megatron.algo.bounds import eq8_literal as eq8_literal
 from bapo_megatron.algo.bounds import fixed as fixed
+from bapo_megatron.algo.bounds import floored as floored
 from bapo_megatron.algo.bounds import grpo as grpo
 from bapo_megatron.algo.bounds import high_values as high_values
 from bapo_megatron.algo.bounds import low_values as low_values

@@ -268,6 +268,11 @@ def balanced() -> BoundsConfig:
     return BoundsConfig(measure="gradient", share="absolute", weight="uniform")
 
 
+def floored() -> BoundsConfig:
+    """Our own preset: ``balanced`` with c_low from 0.8, which clips every negative token that GRPO clips."""
+    return replace(balanced(), low_start=0.8)
+
+
 def published_code() -> BoundsConfig:
     """Preset of the authors' repository (WooooDyy/BAPO, recipe/bapo/config/bapo_trainer.yaml).
 
@@ -320,5 +325,5 @@ def preset_name(config: BoundsConfig) -> str | None:
     """Name of the preset equal to ``config``, or None."""
     if config.grouped and config.bounds_tokens and config == paper(config.bounds_tokens):
         return paper.__name__
-    presets = (eq8_literal, balanced, published_code, grpo, clip_higher)
+    presets = (eq8_literal, balanced, floored, published_code, grpo, clip_higher)
     return next((preset.__name__ for preset in presets if preset() == config), None)

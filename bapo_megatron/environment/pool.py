@@ -88,11 +88,11 @@ class Traits:
     ``step`` is async. From ``read_traits``, since the run's own process never imports the class."""
 
     role: Role
-    stops: Sequence[str]
+    stops: tuple[str, ...]
     resume: Resume
     own_random: bool
     is_async: bool
-    tools: Sequence[dict[str, Any]] = ()
+    tools: tuple[dict[str, Any], ...] = ()
     wants_tokens: bool = False
     settings_type: str | None = None
     """Settings dataclass as ``package.module:Name``."""
@@ -101,6 +101,12 @@ class Traits:
     def runs_program(self) -> bool:
         """Whether its episodes are those of an agent program."""
         return self.settings_type == f"{own_settings.__name__}:{own_settings.AgentSettings.__name__}"
+
+    @staticmethod
+    def of(note: str) -> Traits:
+        """Parse the first note of a worker's reply to its settings."""
+        traits: dict[str, Any] = json.loads(note)
+        return Traits(**{**traits, "stops": tuple(traits["stops"]), "tools": tuple(traits["tools"])})
 
 
 class EnvironmentPool:
@@ -248,7 +254,7 @@ def read_traits(config: EnvironmentConfig, limit_s: float = START_LIMIT_S) -> Tr
         child.close()
     if "problem" in answer:
         raise ConfigError(answer["problem"])
-    traits = Traits(**json.loads(answer["notes"][0]))
+    traits = Traits.of(answer["notes"][0])
     _check_settings(config, traits.settings_type)
     return traits
 

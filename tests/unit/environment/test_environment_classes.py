@@ -26,7 +26,7 @@ AGENT = f"{EndpointEnvironment.__module__}:EndpointEnvironment"
 
 def test_the_traits_of_a_class() -> None:
     assert read_traits(EnvironmentConfig("tests.support.environments:Async")) == Traits(
-        "tool", ["</call>"], "replay", False, True, []
+        "tool", ("</call>",), "replay", False, True
     )
     assert read_traits(EnvironmentConfig("tests.support.environments:Restored")).resume == "restore"
 

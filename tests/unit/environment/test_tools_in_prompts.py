@@ -157,4 +157,4 @@ def test_tools_of_rows_do_not_count_where_the_prompts_text_describes_them(tmp_pa
     assert [one.token_ids_P.tolist() for one in found.prompts] == before
     assert found.tools_sha256 == ""
     other = dataclasses.replace(config, environment=replace(agent, function=PLAIN.function))
-    assert tools_of(other) == {"": []}, "the setting is the agent program's own"
+    assert tools_of(other) == {"": ()}, "the setting is the agent program's own"

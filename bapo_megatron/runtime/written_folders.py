@@ -141,8 +141,8 @@ def new_folder(output: Path, writer: str, foreign: Foreign = foreign_content) ->
     bring_back(output)
     if os.path.lexists(temporary):
         shutil.rmtree(temporary)
-    temporary.mkdir(parents=True)
     try:
+        temporary.mkdir(parents=True)  # a signal may come before this returns
         yield temporary
         for path in temporary.rglob("*"):
             (sync_folder if path.is_dir() else sync_file)(path)

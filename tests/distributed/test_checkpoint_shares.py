@@ -72,7 +72,6 @@ def fingerprint(
     samples: list[Sample] | None,
     parallel: ParallelConfig,
     path: Path,
-    compared_with: Fingerprint | None = None,
 ) -> Fingerprint:
     """The fingerprint of a policy that is trained and saved; or of one that loads what was saved."""
     if samples is None:
@@ -81,7 +80,7 @@ def fingerprint(
     else:
         policy = trained(folder, "bfloat16", samples, parallel)
         complete(policy.save(path))
-    return state_fingerprint(run_config(folder), policy, None, compared_with)
+    return state_fingerprint(run_config(folder), policy, None)
 
 
 def run_config(folder: Path) -> RunConfig:
@@ -144,10 +143,6 @@ def test_the_resume_check_does_not_depend_on_ties_of_routers(
     stored = run_layout(fingerprint, written, folder, samples, written, path)[0]
     found = run_layout(fingerprint, loaded, folder, None, loaded, path)[0]
     assert fingerprint_differences(run_config(folder), stored, found) == {}
-    assert stored["canary"]["routes"] == found["canary"]["routes"] == "random"
-    earlier = run_layout(fingerprint, loaded, folder, None, loaded, path, {"canary": {"log_probs": []}})[0]
-    assert list(earlier["canary"]) == ["log_probs"]
-    assert list(fingerprint_differences(run_config(folder), stored, earlier)) == ["canary"]
 
 
 def flip_one_weight(policy: MegatronPolicy) -> None:

@@ -235,7 +235,7 @@ def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -
         (RECIPE, "--mfu 1.5", "mfu=1.5 must be above 0 and at most 1"),
         (RECIPE, "--parallel.tensor 3", "parallel.tensor=3 does not divide"),
         (RECIPE, "--parallel.tensor 0", "error: parallel.tensor=0 must be at least 1\n"),
-        (DEMO, "--algorithm.loss ppo", "algorithm.loss='ppo' is unknown: give aspo, "),
+        (DEMO, "--algorithm.loss ppo", "algorithm.loss='ppo' is unknown: give clip, "),
     ],
 )
 def test_bad_input_is_named(

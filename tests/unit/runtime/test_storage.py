@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -260,7 +260,6 @@ def delete_log(run: Path, report: Report) -> None:
 
 def delete_held_out(run: Path, report: Report) -> None:
     made = SimpleNamespace(_paths=RunPaths(run), _old=OldFiles(report))
-    made._delete = MethodType(HeldOut._delete, made)
     HeldOut.delete(made, 4)  # type: ignore[arg-type]
 
 

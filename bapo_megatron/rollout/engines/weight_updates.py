@@ -26,6 +26,9 @@ from bapo_megatron.types import BroadcastGroup, WeightPart, WeightParts
 Load = Callable[[WeightParts, int, Confirm], Coroutine[Any, Any, None]]
 """An engine's ``load`` or ``wake``."""
 
+_ERROR_GRACE_S = 0.5
+"""Time to collect other engines' errors after the first, in seconds."""
+
 
 class EngineLoad:
     """One engine's ``load`` or ``wake`` call, as steps to await: ``begin``, ``receive`` each part, ``end``,
@@ -243,10 +246,12 @@ async def _within(limit_s: float, name: str, call: Coroutine[Any, Any, None]) ->
 
 
 async def _all_or_none(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run the calls concurrently. The first error cancels the others, and becomes an EngineError."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for call in calls:
-                group.create_task(call)
-    except ExceptionGroup as errors:
-        raise EngineError("; ".join(map(str, errors.exceptions))) from errors.exceptions[0]
+    """Run the calls concurrently. EngineError joins the errors up to ``_ERROR_GRACE_S`` after the first."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    if waiting:
+        _, waiting = await asyncio.wait(waiting, timeout=_ERROR_GRACE_S)
+    for task in waiting:
+        task.cancel()
+    if errors := [error for task in tasks if task not in waiting and (error := task.exception())]:
+        raise EngineError("; ".join(map(str, errors))) from errors[0]

@@ -206,7 +206,7 @@ class RewardConfig:
     on_failure: Literal["leave_out", "value"] = field(default="leave_out", kw_only=True)
     """A response whose scoring raised, hung, died or gave no finite number, or whose environment failed.
     `leave_out`: it is not trained on; a group with fewer than two others is dropped. `value`: it has the
-    reward `failed`."""
+    reward `failed`, unless no response of its group has a score."""
     outage_minutes: Annotated[float, Gt(0)] = field(default=30.0, kw_only=True)
     """Longest time in which no response can be scored; then the run saves and ends with exit code 3."""
     workers: Annotated[int, Ge(1)] = 2

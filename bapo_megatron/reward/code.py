@@ -19,7 +19,7 @@ from typing import Any
 
 from bapo_megatron.reward.answer_text import after_thinking
 from bapo_megatron.reward.code_tests import Asserted, Called, Case, Printed, read_names, read_tests
-from bapo_megatron.reward.expressions import PRELUDE, Split, defined
+from bapo_megatron.reward.expressions import PRELUDE, Split, defined, names_of
 from bapo_megatron.reward.sandbox import plain
 from bapo_megatron.reward.sandbox.fusion import FusionSandbox
 from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
@@ -88,7 +88,7 @@ def program_is_right(
         return False
     as_script = isinstance(tests.cases[0], Printed)
     prelude = tests.prelude if as_script else PRELUDE + tests.prelude
-    if not any(_is_defined(case, tree) for case in tests.cases):
+    if not all(_is_defined(case, tree) for case in tests.cases):
         return False
     opened = partial(FusionSandbox, sandbox_url) if sandbox_url else Sandbox
     with opened(source, prelude, memory_mb, case_limit_s, recursion_limit=RECURSION_LIMIT) as sandbox:
@@ -118,10 +118,11 @@ def _parsed(source: str) -> ast.Module | None:
 
 
 def _is_defined(case: Case, tree: ast.Module) -> bool:
-    """Whether the program itself defines something that is tested: the prelude has some of the names."""
+    """Whether the program itself defines something that is tested, where the prelude has such names."""
     if isinstance(case, Called):
         return _callee(tree, case) != case.function or case.function in defined(tree)
-    return isinstance(case, Printed) or not read_names(case).isdisjoint(defined(tree))
+    names = read_names(case)
+    return not names.isdisjoint(defined(tree)) or names.isdisjoint(names_of(PRELUDE))
 
 
 def _values(case: Asserted, parts: Split, sandbox: Sandbox, limit_s: float) -> str | None:

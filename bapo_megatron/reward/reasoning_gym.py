@@ -99,12 +99,12 @@ _MAX_POWER = 200
 _ARITHMETIC = re.compile(r"(?:[\d\s.+/()-]|\*(?!\*))++")
 """Numbers, ``+ - * /`` and brackets."""
 _FUNCTIONS = r"(?:Abs|acosh?|asinh?|atanh?|cosh?|cot|csc|exp|ln|log|sec|sinh?|sqrt|tanh?)\("
-_SIZE = r"(?:1?\d?\d|200)"
+_SIZE = r"(?:1?\d?\d(?:\.\d{1,3})?|200)"
 _POWER = rf"\*\*\s*+(?:-?{_SIZE}|\(-?{_SIZE}(?:/\d{{1,3}})?\)|[A-Za-z])(?!\s*+\*\*|\s*+\(|[\w.])"
 """A power with a plain number, fraction or letter as the exponent: ``9**9**9`` is none."""
 _ALGEBRA = re.compile(
-    rf"(?:{_FUNCTIONS}|(?:pi|[A-Za-z])(?!\w|\s*+\()|\d{{1,18}}+(?:\.\d{{0,18}}+)?(?![\w.])"
-    rf"|{_POWER}|\*(?!\*)|[\s+/()-])++"
+    rf"(?:{_FUNCTIONS}|(?:pi|[A-Za-z])(?!\w|\s*+\()|\d{{1,18}}+(?:\.\d{{0,18}}+)?(?![\w.]|\s*+\()"
+    rf"|{_POWER}|\*(?!\*)|[\s+/(-]|\)(?!\s*+\())++"
 )
 """Also powers, letters and functions, but no attribute and no call of anything else. Not ``Integral``: the
 derivative of ``Integral(f, x)`` is ``f``."""

@@ -15,6 +15,7 @@ events. If the pipe closes without that second line, the run was killed.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -87,6 +88,11 @@ def read_progress(run: Path) -> Progress:
     )
 
 
+def _key(target: str) -> str:
+    """Name of a target in RUN/on_event.json, without its secrets."""
+    return hashlib.sha256(target.encode()).hexdigest()[:12]
+
+
 def _status(path: Path, field: str) -> Any:
     """Return a field of a file's status; 0 for a missing one."""
     try:
@@ -144,9 +150,9 @@ class EventSender:
     """Event sender of one run: ``read`` takes new events, ``deliver`` sends them to the targets,
     ``check_progress`` writes an event when the run stalls or makes progress again. Each call blocks.
 
-    Failed sends are repeated each minute. RUN/on_event.json stores the offset in events.jsonl up to which all
-    targets have all events, so a start after a kill or a refusal may send an event twice. Waiting events of
-    one kind are sent as one, with their count: the queue stays short however long a target is down.
+    Failed sends are repeated each minute. RUN/on_event.json stores for each target the offset in events.jsonl
+    up to which it has all events, so after a kill an event may be sent twice. Waiting events of one kind are
+    sent as one, with their count: the queue stays short however long a target is down.
     """
 
     def __init__(self, order: SenderSettings) -> None:
@@ -160,13 +166,14 @@ class EventSender:
         self._rests_until: dict[str, float] = {}  # by kind
         self._failing: set[str] = set()
         """Targets that refused their last message."""
-        self._stored: int | None = None
-        with suppress(OSError, ValueError, KeyError):
-            sent = json.loads(self._paths.on_event.read_text())["sent"]
-            self._stored = min(sent.values()) if isinstance(sent, dict) else sent  # formerly one per target
-        self._read = order.offset if self._stored is None else self._stored
-        if self._read > _status(self._paths.events, "st_size"):  # a lost node had the last lines
-            self._read = order.offset
+        stored: dict[str, int] = {}
+        with suppress(OSError, ValueError, KeyError):  # without positions new targets begin at this start
+            stored = json.loads(self._paths.on_event.read_text())["sent"]
+        # Smaller than a position if a lost node had its last lines.
+        size = _status(self._paths.events, "st_size")
+        starts = {target: stored.get(_key(target), order.offset) for target in order.targets}
+        self._positions = {one: start if start <= size else order.offset for one, start in starts.items()}
+        self._read = min(self._positions.values())
         self._has_ended = False
         """Whether the run has reported its end; after that it only waits for its boards."""
         self._begun = file_time(self._paths.root)
@@ -195,9 +202,15 @@ class EventSender:
                     self._send(target, kind)
         self._waiting = {kind: one for kind, one in self._waiting.items() if one.counts}
         # After the sends: a kill in between sends an event twice but loses none.
-        sent = min((one.begin for one in self._waiting.values()), default=self._read)
-        if sent != self._stored:
-            self._stored = sent
+        positions = {
+            target: min(
+                (one.begin for one in self._waiting.values() if target in one.counts), default=self._read
+            )
+            for target in self._order.targets
+        }
+        if positions != self._positions:
+            self._positions = positions
+            sent = {_key(target): position for target, position in positions.items()}
             with suppress(OSError):  # disk full: they are sent again
                 write_atomically(self._paths.on_event, json.dumps({"sent": sent}) + "\n")
         return bool(self._waiting)
@@ -247,7 +260,8 @@ class EventSender:
         self._has_ended |= kind in ENDS and begin >= self._order.offset
         if is_sent(event):
             earlier = self._waiting.get(kind, _Waiting(event, begin, {}))
-            counts = {target: earlier.counts.get(target, 0) + 1 for target in self._order.targets}
+            lacking = [target for target, position in self._positions.items() if begin >= position]
+            counts = earlier.counts | {target: earlier.counts.get(target, 0) + 1 for target in lacking}
             self._waiting[kind] = _Waiting(event, earlier.begin, counts)
 
     def _send(self, target: str, kind: str) -> None:

@@ -124,7 +124,7 @@ class RunPaths:
         self.after_export = root / "after_export.json"
         """Exports with a successful ``checkpoint.after_export``."""
         self.on_event = root / "on_event.json"
-        """Resume offset in events.jsonl of the ``logging.on_event`` targets."""
+        """Resume offset in events.jsonl of each ``logging.on_event`` target."""
         self.on_event_lock = self.logs / "on_event.lock"
         self.on_event_log = self.logs / "on_event.log"
         self.engines = root / "engines"

@@ -31,6 +31,7 @@ from bapo_megatron.reward.reasoning_gym import (
     tasks,
 )
 from bapo_megatron.runtime.child_process import with_import_path
+from bapo_megatron.runtime.processes import die_with_parent
 
 PREFIX = "reasoning-gym:"
 """Prefix of a task source: ``reasoning-gym:chain_sum,products``."""
@@ -73,6 +74,7 @@ def generated_rows(text: str, size: int | None, seed: int, settings: Mapping[str
 
 def main() -> None:
     """Print the rows that standard input asks for, one of each task in turn."""
+    die_with_parent()
     wanted = json.load(sys.stdin)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # some generators print

@@ -68,7 +68,11 @@ _COUNTS = {
 
 def notes(metrics: Metrics) -> list[str]:
     """Return notes on a step: what failed or was dropped, and that it made no update."""
-    parts = [f"{count:.0f} {what}" for name, what in _COUNTS.items() if (count := metrics.get(name))]
+    environments, failures = (
+        metrics.get(f"sampled/{of}/failures") or 0.0 for of in ("environment", "reward")
+    )
+    counts = {**metrics, "sampled/reward/failures": failures - environments}  # which counts both
+    parts = [f"{count:.0f} {what}" for name, what in _COUNTS.items() if (count := counts.get(name))]
     scored = metrics.get("rollout/groups_sampled") or 0.0
     kept = scored - sum(metrics.get(f"rollout/groups_{how}") or 0.0 for how in ("dropped", "failed"))
     if 0 < kept < scored:

@@ -131,6 +131,8 @@ def test_a_session_sees_what_its_calls_have_seen() -> None:
     for module in ("random", "numpy.random"):
         drawn, again = said(f"import {module}\nx = {module}.random()\nx", "x")
         assert drawn == again
+    drawn, again = said("import pandas\nx = list(pandas.Series(range(999)).sample(3))\nx", "x")
+    assert drawn == again
 
 
 def test_the_names_of_a_session_are_those_of_its_main_module() -> None:

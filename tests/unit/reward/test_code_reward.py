@@ -118,6 +118,7 @@ FUNCTIONS = [
     # A name of the prelude is no solution.
     ('{"inputs": [[5]], "outputs": [120], "fn_name": "factorial"}', "x = 1", False),
     ('["assert factorial(5) == 120"]', "fact = lambda n: 120", False),
+    ('["assert fib(5) == 5", "assert factorial(5) == 120"]', "fib = lambda n: 5", False),
     ("from solution import gcd\ndef test_it():\n    n = gcd(4, 6)\n    assert n == 2", "x = 1", False),
     ('["assert factorial(5) == 120"]', "from math import *", True),
     ('["assert f(5) == factorial(5)"]', "def f(n): return 120", True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -77,7 +78,7 @@ def test_a_target_that_is_new_gets_no_old_events(run: Path, hook: Webhook) -> No
 
 
 def test_undelivered_events_are_sent_by_the_next_start(run: Path, hook: Webhook) -> None:
-    """The target beside it gets them again. The failure is an event, once, which is not sent."""
+    """The target beside it gets them once. The failure is an event, once, which is not sent."""
     hook.answer = 503
     log = run / "taken"
     tee = f"""sh -c 'echo "$BAPO_EVENT" >> {log}'"""
@@ -91,7 +92,7 @@ def test_undelivered_events_are_sent_by_the_next_start(run: Path, hook: Webhook)
     hook.messages.clear()
     passed(EventSender(order(run, hook.url, tee, offset=size(run))))
     assert hook.kinds() == ["start", "engine_lost"]
-    assert log.read_text().split() == 2 * ["start", "engine_lost"]
+    assert log.read_text().split() == ["start", "engine_lost"]
     failures = [row for row in read_jsonl(run / "events.jsonl") if row["kind"] == "on_event_failed"]
     assert [row["reason"] for row in failures] == ["HTTP 503 Service Unavailable"]
     assert "S3CRET" not in (run / "events.jsonl").read_text() + (run / "on_event.json").read_text()
@@ -102,7 +103,9 @@ def test_positions_of_an_earlier_version_are_read(run: Path, hook: Webhook) -> N
     size = (run / "events.jsonl").stat().st_size
     written(run, "job_requeue")
     (run / "on_event.json").write_text(
-        json.dumps({"sent": {"9f86d081884c": 10 * size, "60303ae22b99": size}})
+        json.dumps(
+            {"sent": {"9f86d081884c": 10 * size, hashlib.sha256(hook.url.encode()).hexdigest()[:12]: size}}
+        )
     )
     passed(EventSender(order(run, hook.url, offset=10**6)))
     assert hook.kinds() == ["job_requeue"]
@@ -137,8 +140,9 @@ class Targets:
         return self.taken.copy()
 
     def stored(self) -> int:
-        position: int = json.loads((self.run / "on_event.json").read_text())["sent"]
-        return position
+        """The position from which the next start reads."""
+        file = self.run / "on_event.json"
+        return min(json.loads(file.read_text())["sent"].values()) if file.exists() else 0
 
 
 @pytest.fixture
@@ -307,7 +311,9 @@ def test_a_run_that_has_told_its_end_is_not_told_as_killed(run: Path, hook: Webh
     written(run, "resume", "preempted")
     sender.killed()
     assert hook.kinds() == ["resume", "preempted"]
-    (run / "on_event.json").write_text('{"sent": 0}')  # what the earlier start has not sent is told, too
+    (run / "on_event.json").write_text(
+        json.dumps({"sent": {event_sender._key(hook.url): 0}})
+    )  # what the earlier start has not sent is told, too
     sender = EventSender(order(run, hook.url, offset=(run / "events.jsonl").stat().st_size))
     sender.killed()
     assert hook.kinds()[2:] == ["done", "resume", "preempted", "failed"]

@@ -46,7 +46,7 @@ RIGHT = "sampled/reward/correct_fraction"
         ({"sampled/reward/failures": 0.0}, []),
         (
             {"sampled/reward/failures": 9.0, "sampled/environment/failures": 8.0},
-            ["9 scores failed", "8 environments failed"],
+            ["1 scores failed", "8 environments failed"],
         ),
         (
             {**NO_GROUP, "sampled/reward/failures": 32.0, "sampled/reward/failed_fraction": 1.0},

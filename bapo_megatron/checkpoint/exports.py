@@ -34,7 +34,7 @@ from bapo_megatron.runtime.child_process import UserCommand, command_words, star
 from bapo_megatron.runtime.event_kinds import OnEvent
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.processes import die_with_parent
-from bapo_megatron.runtime.run_paths import RunPaths, step_leftovers, step_name
+from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_leftovers, step_name
 from bapo_megatron.runtime.written_folders import move_foreign_aside
 from checkpoints_tools import Settings, to_hf
 from checkpoints_tools.core.atomic_output import WRITER
@@ -74,31 +74,35 @@ class StepExports:
         self._step, self._output, self._began = 0, paths.export, 0.0
         """Step, folder and start of the running export."""
         self._next: int | None = None
+        self._again: list[int] = []
+        """Steps whose export an earlier start has written, without success of the command."""
 
     def is_using(self, step: int) -> bool:
         """Return whether the checkpoint of ``step`` is being exported or queued and must not be deleted."""
         return step == self._next or (self._process is not None and step == self._step)
 
     def is_busy(self) -> bool:
-        """Return whether an export is running or queued."""
-        return self._process is not None
+        """Return whether an export or its command is running or queued."""
+        return self._process is not None or bool(self._again)
 
     def resume(self, steps: Iterable[int]) -> None:
-        """Queue exports of the newest two of ``steps``, which have checkpoints, that are missing or whose
-        command has not succeeded. Call once, at a start of the run. Deletes partial exports of a killed
-        process."""
+        """Queue missing exports of the newest two of ``steps``, which have checkpoints, and the command for
+        each export for which it has not succeeded. Call once, at a start of the run. Deletes partial exports
+        of a killed process."""
         from bapo_megatron.checkpoint.store import delete_hidden  # imports torch
 
         for leftover in step_leftovers(self._paths.step_exports):
             delete_hidden(leftover)
-        for step in [step for step in sorted(filter(self._is_due, steps)) if self._is_missing(step)][-2:]:
+        whole = {
+            step: folder
+            for (step, updates), folder in sorted(step_entries(self._paths.step_exports))
+            if not updates and (folder / "config.json").exists()
+        }
+        for step in [step for step in sorted(steps) if self._is_due(step) and step not in whole][-2:]:
             self.offer(step)
-
-    def _is_missing(self, step: int) -> bool:
-        output = self._paths.step_export(step)
-        if not (output / "config.json").exists():
-            return True
-        return self._has_command(step, output) and step_name(step) not in self._done()
+        done = self._done()
+        told = [step for step, folder in whole.items() if self._has_command(step, folder)]
+        self._again = [step for step in told if step_name(step) not in done]
 
     def finish(self, is_new: bool) -> None:
         """Begin the user's command for the final export, if it has not succeeded yet; no export may be
@@ -118,9 +122,19 @@ class StepExports:
         self._next = step
 
     def poll(self) -> None:
-        """Record the end of an export, and start a queued one."""
-        if self._process is None or (code := self._process.poll()) is None:
-            return
+        """Record the end of an export, and start a queued one, else the command for an earlier export."""
+        if self._process is not None:
+            if (code := self._process.poll()) is None:
+                return
+            self._record_end(code)
+        if self._next is not None:
+            waiting, self._next = self._next, None
+            self.offer(waiting)
+        elif self._again:
+            step = self._again.pop(0)
+            self._start(step, self._paths.step_export(step))
+
+    def _record_end(self, code: int) -> None:
         self._process, step, seconds = None, self._step, time.perf_counter() - self._began
         if code == 0:
             if self._has_command(step, self._output):
@@ -131,9 +145,6 @@ class StepExports:
             self._errors.seek(0)
             told = self._errors.read().decode(errors="replace").strip()
             self._failed(step, told or f"it ended with exit code {code}", seconds)
-        if self._next is not None:
-            waiting, self._next = self._next, None
-            self.offer(waiting)
 
     def _failed(self, step: int, why: str, seconds: float = 0.0) -> None:
         fields = {"step": step, "seconds": round(seconds, 3), "message": why.splitlines()[-1]}

@@ -19,6 +19,7 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from bapo_megatron.algo.bounds import balanced
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.removed import removed_settings, without_removed
 from bapo_megatron.config.validation import flat, settings_of_scores
@@ -38,6 +39,9 @@ _CONFIG_BYTES = 64 << 20
 
 _SAMPLES_ONLY = "rollout_only"
 """Entry of config.json: whether it is a ``bapo train --rollout-only`` run."""
+
+_DEFAULT_PRESET = "default_preset"
+"""Entry of config.json, missing in runs that began before recipes had the preset ``paper``."""
 
 _DEFAULT_ON_FAILURE = "default_on_failure"
 """Entry of config.json, missing in runs that began before failed scores were left out."""
@@ -202,6 +206,9 @@ def with_former_defaults(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if stored is None or not (has_steps(paths.root) or any(step_entries(paths.checkpoints))):
         return config, []
     then, name, reward = with_present_fields(stored["config"]), "reward.on_failure", config.reward
+    if _DEFAULT_PRESET not in stored and (former := _with_former_preset(config, then)):
+        config, line = former
+        lines.append(line)
     is_former = _DEFAULT_ON_FAILURE not in stored and then[name] == "value" != reward.on_failure
     if is_former and name not in config.allow_change:
         config = replace(config, reward=replace(reward, on_failure="value"))
@@ -214,6 +221,22 @@ def with_former_defaults(config: RunConfig) -> tuple[RunConfig, list[str]]:
         # Without a line: no change on a GPU; on a CPU only the last bits and slightly the time.
         config = replace(config, optimizer=replace(config.optimizer, fused=False))
     return config, lines
+
+
+def _with_former_preset(config: RunConfig, then: dict[str, Any]) -> tuple[RunConfig, str] | None:
+    """Return ``config`` with preset ``balanced`` instead of ``paper``, and the line; None if unaffected."""
+    bounds, names = config.algorithm.bounds, ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens")
+    former = balanced()
+    is_former = tuple(then.get(name) for name in names) == (former.scope, former.bounds_tokens)
+    if not is_former or not bounds.grouped or set(names) & set(config.allow_change):
+        return None
+    kept = replace(bounds, scope=former.scope, bounds_tokens=former.bounds_tokens)
+    line = (
+        f"{config.directory} began with one search of the bounds an update (preset balanced), and continues "
+        f"so; recipes now have the preset paper, a search for about {bounds.bounds_tokens} tokens. To change "
+        f"over: --allow-change {' '.join(names)}"
+    )
+    return replace(config, algorithm=replace(config.algorithm, bounds=kept)), line
 
 
 def _check_kind(paths: RunPaths, stored: dict[str, Any], samples_only: bool) -> None:
@@ -292,7 +315,8 @@ def store_config(config: RunConfig, samples_only: bool = False) -> None:
     before = _stored(config.directory)
     kind: dict[str, Any] = {_SAMPLES_ONLY: True} if samples_only else {}
     # An older run keeps lacking the marks after a resume.
-    for mark, default in ((_DEFAULT_ON_FAILURE, "leave_out"), (_DEFAULT_FUSED, True)):
+    marks = (_DEFAULT_PRESET, "paper"), (_DEFAULT_ON_FAILURE, "leave_out"), (_DEFAULT_FUSED, True)
+    for mark, default in marks:
         if before is None or mark in before or not has_steps(config.directory):
             kind[mark] = default
     stored = {"format": FORMAT, **kind, "config": plain_values(config)}

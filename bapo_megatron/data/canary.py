@@ -6,9 +6,9 @@ rollout log-probs are the measured ones minus drawn log-ratios, since random tok
 model. Other layouts read these samples from a file. The resume check uses those of ``with_token_indices``.
 
 Results must not depend on rounding. So no ratio is close to a bound that BAPO's search tries. Positive
-advantages are small, so that the search moves its bounds. Both checks give samples for a mixture of experts
-random routes (``with_random_routes``), because rounding could swap two almost equally likely experts: they
-test the router's probabilities, not its choice.
+advantages are small, so that the search of ``balanced`` moves both bounds. Samples for a mixture of experts
+get random routes (``with_random_routes``), because rounding could swap two almost equally likely experts:
+they test the router's probabilities, not its choice.
 """
 
 from __future__ import annotations

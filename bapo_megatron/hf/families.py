@@ -200,7 +200,12 @@ def layer_types(config: dict[str, Any]) -> list[str]:
 
 _OF_HYBRIDS = ("layer_types", _PARTIAL)
 _SERVED_HYBRID = ((".self_attn.", "."), ("model.language_model.", "model."))
-_hybrid_expert_stack = partial(_hybrid_stack, mlp_of=_shared_experts)
+
+
+def _hybrid_expert_stack(config: dict[str, Any]) -> list[Block]:
+    return _hybrid_stack(config, _shared_experts)
+
+
 _HYBRID = partial(Family, allows=_OF_HYBRIDS, served_names=_SERVED_HYBRID)
 _MULTIMODAL = partial(
     _HYBRID, text="text_config", body="model.language_model.", untrained=("model.visual.", "mtp.")

@@ -9,6 +9,7 @@ written last, into reserved space. (Exports are written by ``checkpoint/export.p
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -134,7 +135,9 @@ class _Shard:
             "data_offsets": [self._end, self._end + tensor.nbytes],
         }
         self._end += tensor.nbytes
-        self.file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        host = tensor.detach().cpu().contiguous()
+        # Not by numpy(), after which a storage cannot be resized: an offloaded policy resizes its own.
+        self.file.write((ctypes.c_char * host.nbytes).from_address(host.data_ptr()))
 
     def complete(self) -> None:
         """Write the header and close the file."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,12 @@ def _opened(path: Path) -> StoredCheckpoint:
 def _read(asked: dict[str, Any], stored: StoredCheckpoint) -> dict[str, Any]:
     """Return the state ``asked`` for, read from ``stored``, as ``dist_checkpointing.load`` would, but without
     its readers of pickles. An ``_extra_state`` is not read: it is None. Raises RuntimeError if anything is
-    missing or unreadable: torch's own error is not an Exception."""
+    missing or unreadable: torch's own error is not an Exception. Collective."""
     keys = {name: list(part) for name, part in asked.items() if name.startswith("model")}
     asked, state, factories = load_preprocess(asked)
     tensors, _ = extract_matching_values(asked, lambda value: isinstance(value, ShardedTensor))
-    if lost := sorted({part.key for part in nested_values(tensors)} - stored.metadata.tensors.keys()):
+    lost = sorted({part.key for part in nested_values(tensors)} - stored.metadata.tensors.keys())
+    if lost := sorted(set(chain(*all_gather(lost)))):  # a stage may have all of its own
         raise RuntimeError(
             f"the checkpoint in {stored.folder} lacks {len(lost)} parts that this model has, the first "
             f"{lost[0]}: it is of another model"

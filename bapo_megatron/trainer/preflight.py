@@ -294,7 +294,7 @@ def check_logging(logging: LoggingConfig) -> None:
     raise_problems(
         [
             f"logging.trackers: {name} is not installed: "
-            "pip install 'bapo-megatron[trackers]', or take it out"
+            "`pip install 'bapo-megatron[trackers]'`, or take it out"
             for name in logging.chosen
             if not _is_installed(name)
         ]

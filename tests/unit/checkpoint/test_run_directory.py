@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron.algo.bapo import balanced, paper
 from bapo_megatron.checkpoint.run_directory import (
     changed_settings,
     check_partial_step,
@@ -177,6 +178,25 @@ def test_a_run_of_before_goes_on_with_its_default(
     assert with_former_defaults(changed) == (changed, [])
     store_config(changed)
     assert with_former_defaults(old) == (old, [])
+
+
+def test_a_run_that_began_with_balanced_goes_on_with_it(begun: RunConfig) -> None:
+    """Also where a program with the preset ``paper`` has continued it, which leaves it without the mark."""
+    now = dataclasses.replace(begun, algorithm=dataclasses.replace(begun.algorithm, bounds=paper(1024)))
+    store_config(altered(now, {"algorithm.bounds": balanced()}))
+    path = begun.directory / "config.json"
+    stored = json.loads(path.read_text())
+    assert stored.pop("default_preset") == "paper"
+    path.write_text(json.dumps(stored))
+    for _ in range(2):
+        kept, [line] = with_former_defaults(now)
+        assert kept.algorithm.bounds == balanced()
+        assert "began with one search of the bounds an update (preset balanced), and continues so" in line
+        check_same_run(kept)
+        store_config(kept)
+    names = ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens")
+    changed = dataclasses.replace(now, allow_change=names)
+    assert with_former_defaults(changed) == (changed, [])
 
 
 def test_a_step_ends_as_it_began(begun: RunConfig) -> None:

@@ -250,7 +250,7 @@ def test_a_continued_run_makes_two_missing_ones(tmp_path: Path, model: Path, pol
 def test_the_command_runs_on_each_whole_export_until_it_has_succeeded(
     tmp_path: Path, model: Path, policy: Path
 ) -> None:
-    """The next start tries the newest two again; the last step has it for `RUN/export` alone."""
+    """The next start tries all again, and writes no folder anew; the last step has it for `RUN/export` alone."""
     log = tmp_path / "log"
     command = f"sh -c 'test -e $0/config.json && echo $1 >> {log} && test $1 = 20' {{folder}} {{step}}"
     owner = Owner(tmp_path, model, policy, after=AfterExport(command, 60.0, "run", 50), keep_last=0)
@@ -262,12 +262,15 @@ def test_the_command_runs_on_each_whole_export_until_it_has_succeeded(
     failed, done = "export_failed", "export_done"
     assert ends == [(failed, 10), (done, 20), (failed, 30), (failed, 40), (done, 50)]
     again = Owner(tmp_path, model, policy, after=AfterExport("true", 60.0, "run", 50), newest=(50, 0))
+    written = [path.stat().st_ino for path in sorted(owner.paths.step_exports.iterdir())]
     again.exports.resume(again.store.steps())
     again.wait()
-    assert again.kinds() == [("export_started", 30), (done, 30), ("export_started", 40), (done, 40)]
-    assert json.loads(owner.paths.after_export.read_text())["done"] == [f"step_0000{n}" for n in (20, 30, 40)]
+    assert again.kinds() == [(kind, n) for n in (10, 30, 40) for kind in ("export_started", done)]
+    assert written == [path.stat().st_ino for path in sorted(owner.paths.step_exports.iterdir())]
+    names = [f"step_0000{n}" for n in (10, 20, 30, 40)]
+    assert json.loads(owner.paths.after_export.read_text())["done"] == names
     again.reach(20)  # made again, by a run that went back: another export
-    assert json.loads(owner.paths.after_export.read_text())["done"] == [f"step_0000{n}" for n in (30, 40)]
+    assert json.loads(owner.paths.after_export.read_text())["done"] == [f"step_0000{n}" for n in (10, 30, 40)]
     for one in (owner, again):
         one.exports.close()
 

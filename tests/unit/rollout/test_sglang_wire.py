@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from bapo_megatron.errors import ConfigError
@@ -138,6 +139,25 @@ def test_shards_end_by_size_and_alignment(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.stat().st_size for path in sorted(tmp_path.iterdir())] == [
         8 + 2**18 + size for size in (44, 6, 12)
     ]
+
+
+def test_weights_that_were_written_can_be_offloaded(tmp_path: Path) -> None:
+    """Their storage can be resized: torch forbids it for one that numpy has seen."""
+    weight = torch.arange(5.0)
+    write_shards([("a", weight)], tmp_path)
+    weight.untyped_storage().resize_(0)
+
+
+def test_an_error_of_the_caller_leaves_no_whole_file(tmp_path: Path) -> None:
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.arange(5.0)
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        write_shards(weights(), tmp_path)
+    [file] = tmp_path.iterdir()
+    with pytest.raises(SafetensorError):
+        load_file(file)
 
 
 def test_shards_of_many_tensors(tmp_path: Path) -> None:

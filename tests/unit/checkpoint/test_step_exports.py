@@ -250,7 +250,7 @@ def test_a_continued_run_makes_two_missing_ones(tmp_path: Path, model: Path, pol
 def test_the_command_runs_on_each_whole_export_until_it_has_succeeded(
     tmp_path: Path, model: Path, policy: Path
 ) -> None:
-    """The next start tries all again, and writes no folder anew; the last step has it for `RUN/export` alone."""
+    """The next start tries all again, writing no folder; the last step has it for `RUN/export` alone."""
     log = tmp_path / "log"
     command = f"sh -c 'test -e $0/config.json && echo $1 >> {log} && test $1 = 20' {{folder}} {{step}}"
     owner = Owner(tmp_path, model, policy, after=AfterExport(command, 60.0, "run", 50), keep_last=0)

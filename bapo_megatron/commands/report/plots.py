@@ -211,7 +211,7 @@ def _mark_events(axes: Any, run: RunRecord, resume: str, loss: str) -> None:
 
 
 def draw_band(axes: Any, band: Band) -> None:
-    """Shade a range, labelled above, or draw a line, labelled below, away from curves."""
+    """Shade a range, labelled above on the left, or draw a line, labelled below on the right."""
     is_line = band.low == band.high
     if is_line:
         axes.axhline(band.low, color=band.colour, linewidth=1, linestyle=_DOTS)
@@ -219,11 +219,11 @@ def draw_band(axes: Any, band: Band) -> None:
         axes.axhspan(band.low, band.high, color=band.colour, alpha=0.09, linewidth=0)
     axes.annotate(
         band.label,
-        (1, band.high),
+        (1 if is_line else 0, band.high),
         xycoords=("axes fraction", "data"),
-        xytext=(-3, -2 if is_line else 2),
+        xytext=(-3, -2) if is_line else (3, 2),
         textcoords="offset points",
-        ha="right",
+        ha="right" if is_line else "left",
         va="top" if is_line else "bottom",
         fontsize=8.5,
         color=band.colour,

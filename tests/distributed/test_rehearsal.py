@@ -70,16 +70,19 @@ def rehearsed_and_real(
 ) -> tuple[list[RankResult], list[RealRank]]:
     """All ranks as rehearsed, and as they are, whose peaks and collectives must be the same.
 
-    A thread of gloo may hold a gathered tensor a moment longer than the call that made it, in about one run
-    of ten. A real peak is then larger, so it is measured again. ``left_out``: a phase that is not compared.
+    A thread of gloo may hold a gathered tensor a moment longer than the call that made it. The peak of that
+    phase is then larger: the least of some measurements counts. ``left_out``: a phase that is not compared.
     """
     ranks = range(config.parallel.model_size * (config.parallel.data or 1))
     results = rehearse([RankRequest(config, rank, packs, "cpu") for rank in ranks])
     assert [result.error for result in results] == [None] * len(ranks)
-    for _attempt in range(3):
+    least: list[dict[str, int]] = [{} for _ in ranks]
+    for _attempt in range(6):
         real = real_ranks(config, packs)
-        for peaks, _ in real:
+        for (peaks, _), before in zip(real, least, strict=True):
             peaks.pop(left_out, None)
+            before |= {phase: min(size, before.get(phase, size)) for phase, size in peaks.items()}
+            peaks |= before
         if not (apart := unlike(results, real)):
             break
     assert not apart

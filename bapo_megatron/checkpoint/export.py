@@ -70,4 +70,5 @@ def _write(weights: Iterator[tuple[str, Tensor]], reference: Path, folder: Path,
 
 
 def _write_tensor(plan: OutputPlan, name: str, tensor: Tensor) -> None:
-    plan.write(name, tensor.detach().cpu().view(-1).view(torch.uint8).numpy().data)
+    # A copy: torch resizes no storage that numpy has seen, and an offloaded policy resizes its own.
+    plan.write(name, tensor.detach().to("cpu", copy=True).view(-1).view(torch.uint8).numpy().data)

@@ -61,7 +61,12 @@ def generated_rows(text: str, size: int | None, seed: int, settings: Mapping[str
     ]
     environment = with_import_path({**os.environ, "PYTHONHASHSEED": "0"})
     done = subprocess.run(
-        _COMMAND, input=json.dumps(wanted), capture_output=True, text=True, env=environment, check=False
+        (*_COMMAND, str(os.getpid())),
+        input=json.dumps(wanted),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     if done.returncode:
         problem = printable(done.stderr.strip().rpartition("\n")[2])
@@ -74,7 +79,7 @@ def generated_rows(text: str, size: int | None, seed: int, settings: Mapping[str
 
 def main() -> None:
     """Print the rows that standard input asks for, one of each task in turn."""
-    die_with_parent()
+    die_with_parent(parent=int(sys.argv[1]))
     wanted = json.load(sys.stdin)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # some generators print

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bapo_megatron.cli import run
@@ -32,6 +36,25 @@ def made(folder: Path, tasks: str = "chain_sum,products", **options: Any) -> lis
 
 def text_of(row: dict[str, Any]) -> str:
     return str(row["prompt"][-1]["content"])
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("cpu_s", [0, 3], ids=["at once", "at work"])
+def test_problems_are_made_no_longer_than_their_asker_lives(cpu_s: float) -> None:
+    asks = "generated_rows('reasoning-gym:chain_sum', 10**7, 0, {})"
+    code = f"from {reasoning_gym.__name__} import *; {asks}"
+    with subprocess.Popen([sys.executable, "-c", code]) as asker:
+        while not (children := psutil.Process(asker.pid).children()):
+            time.sleep(0.01)
+        while sum(children[0].cpu_times()[:2]) < cpu_s:
+            time.sleep(0.01)
+        asker.kill()
+    deadline = time.monotonic() + 60
+    while children[0].is_running() and children[0].status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            children[0].kill()
+            pytest.fail("it still makes problems")
+        time.sleep(0.05)
 
 
 @pytest.mark.integration

@@ -57,6 +57,24 @@ def test_nothing_else_is_touched(place: Path) -> None:
     assert len(list(place.iterdir())) == 4
 
 
+def test_a_link_is_deleted_and_what_it_names_is_left_as_it_is(place: Path) -> None:
+    """Also its modes: where Python cannot delete a tree, its folders are opened first."""
+    target, link = place / "another", place / "link"
+    target.mkdir(0o500)
+    link.symlink_to(target)
+    scratch.remove_tree(str(link))
+    assert [*place.iterdir()] == [target]
+    assert target.stat().st_mode & 0o777 == 0o500
+
+
+def test_a_start_begins_with_no_folder_after_its_time(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":
+        (place / f"{scratch._PREFIX}{name}").mkdir()
+    monkeypatch.setattr(scratch, "SWEEP_S", -1.0)
+    remove_abandoned()
+    assert len([*place.iterdir()]) == 2
+
+
 @pytest.mark.parametrize("owner_was", ["killed", "alive"])
 def test_what_programs_leave_is_deleted(place: Path, owner_was: str) -> None:
     """1,100 directories in each other (no path reaches the last), none that may be read, links, a FIFO."""

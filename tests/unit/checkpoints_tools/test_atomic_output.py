@@ -125,6 +125,21 @@ def test_a_term_signal_cleans_up(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_a_signal_before_the_new_folder_is_told_of_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Path.mkdir
+
+    def interrupted(path: Path, **named: bool) -> None:
+        make(path, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt), written_folders.new_folder(tmp_path / "output", "a test"):
+        pytest.fail("it was interrupted before")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_lock_that_its_owner_has_deleted_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

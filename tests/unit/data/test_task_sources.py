@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from bapo_megatron.data.rows import read_rows
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.reasoning_gym import check_task, score, tasks
+from tests.support.waiting import is_alive, until
 
 MODEL = Path(__file__).parents[3] / "recipes/demo/policy"
 THREE_TERMS = '{"min_terms": 3, "max_terms": 3}'
@@ -44,17 +45,16 @@ def test_problems_are_made_no_longer_than_their_asker_lives(cpu_s: float) -> Non
     asks = "generated_rows('reasoning-gym:chain_sum', 10**7, 0, {})"
     code = f"from {reasoning_gym.__name__} import *; {asks}"
     with subprocess.Popen([sys.executable, "-c", code]) as asker:
-        while not (children := psutil.Process(asker.pid).children()):
-            time.sleep(0.01)
-        while sum(children[0].cpu_times()[:2]) < cpu_s:
-            time.sleep(0.01)
+        own = psutil.Process(asker.pid)
+        until(own.children)
+        [made] = own.children()
+        until(lambda: sum(made.cpu_times()[:2]) >= cpu_s)
         asker.kill()
-    deadline = time.monotonic() + 60
-    while children[0].is_running() and children[0].status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            children[0].kill()
-            pytest.fail("it still makes problems")
-        time.sleep(0.05)
+    try:
+        until(lambda: not is_alive(made.pid))
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            made.kill()
 
 
 @pytest.mark.integration
